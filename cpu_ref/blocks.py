@@ -1,0 +1,123 @@
+"""What every attention kernel does with one block of keys, and what it does before the first and after the last.
+
+The query rows of a task are packed: ``row = kv_head * rows_per_head + token * group_size + member``, so the rows that
+read one KV head stand together and each K and V row is read once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+from nbattn.cpu_ref import primitives  # noqa: F401 - registers the CPU versions of exp2, tanh and idiv
+from nbattn.cpu_ref.lanes import lane_count
+from nbattn.cpu_ref.number_formats import (
+    bfloat_to_float,
+    float_to_bfloat,
+    float_to_half,
+    half_to_float,
+    load,
+    store,
+)
+from nbattn.cpu_ref.tags import TagType
+from nbattn.cpu_ref.tiles import (
+    KEYS,
+    score_tile_1,
+    score_tile_2,
+    score_tile_4,
+    softmax_block,
+    value_tile_1,
+    value_tile_2,
+    value_tile_4,
+)
+from nbattn.scoring import exp2, state_weight
+
+FASTMATH = {"reassoc", "contract", "nsz", "arcp", "afn"}  # never nnan or ninf
+ROW_MULTIPLE = 16  # packed rows are padded to whole vectors of any width
+
+
+def number_type(kind):
+    """Return the arithmetic type of a cache kind: ``np.float32``, or ``np.float64`` for float64 caches."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(number_type, inline="always")
+def _number_type(kind):
+    number = np.float64 if kind.tag == "float64" else np.float32
+    return lambda kind: number
+
+
+def _tile_constants(kind):
+    """Return (lanes of a vector, bytes of a number)."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_tile_constants, inline="always")
+def _tile_constants_of(kind):
+    lanes = lane_count(kind.tag)
+    size = 8 if kind.tag == "float64" else 4
+    return lambda kind: (lanes, size)
+
+
+@njit(nogil=True, error_model="numpy")
+def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, s, s_stride, coming, idle):
+    """Fill ``s[j, row]`` with ``q[row] @ k[j]`` for the `KEYS` keys of a block and all packed rows.
+
+    `coming` lists ``heads * KEYS`` K rows of the next block, which are brought to the cache meanwhile; `idle` lists
+    `KEYS` places where a prefetch costs nothing.
+    """
+    lanes, size = _tile_constants(kind)
+    for head in range(heads):
+        ahead = coming + head * KEYS * 8
+        done = 0
+        while done < rows:
+            row = head * rows + done
+            q_here = q + row * q_stride
+            left = rows - done
+            if left > 2:  # three rows take a tile of four: the fourth is the next head's or padding, written again later
+                for j in range(0, KEYS, lanes // 4):
+                    score_tile_4(kind, q_here, q_stride, key_rows + 8 * j, head * k_head_stride, dim,
+                                 s + j * s_stride + row * size, s_stride, ahead + 8 * j)  # fmt: skip
+                done += 4
+            elif left == 2:
+                for j in range(0, KEYS, lanes // 2):
+                    score_tile_2(kind, q_here, q_stride, key_rows + 8 * j, head * k_head_stride, dim,
+                                 s + j * s_stride + row * size, s_stride, ahead + 8 * j)  # fmt: skip
+                done += 2
+            else:
+                for j in range(0, KEYS, lanes):
+                    score_tile_1(kind, q_here, q_stride, key_rows + 8 * j, head * k_head_stride, dim,
+                                 s + j * s_stride + row * size, s_stride, ahead + 8 * j)  # fmt: skip
+                done += 1
+            ahead = idle
+
+
+@njit(nogil=True, error_model="numpy")
+def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_head_stride, n, dim, alpha, select,
+                 coming, idle):  # fmt: skip
+    """Scale the accumulators of all packed rows by `alpha` and add the weighted values of `n` keys.
+
+    With `select` a weight of 0 marks a dropped key, whose value is never used.
+    """
+    _, size = _tile_constants(kind)
+    for head in range(heads):
+        ahead = coming + head * KEYS * 8
+        done = 0
+        while done < rows:
+            row = head * rows + done
+            here, weights, factors = acc + row * acc_stride, p + row * size, alpha + row * size
+            v_head = head * v_head_stride
+            left = rows - done
+            if left >= 4:
+                value_tile_4(kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, select, ahead)
+                done += 4
+            elif left >= 2:
+                value_tile_2(kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, select, ahead)
+                done += 2
+            else:
+                value_tile_1(kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, select, ahead)
+                done += 1
+            ahead = idle

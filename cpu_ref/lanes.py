@@ -1,0 +1,189 @@
+"""A thin vocabulary over LLVM vectors: what the tile operations are written in.
+
+Vectors are as wide as the CPU's registers (64 bytes with AVX-512, else 32), so the accumulators of one tile stay in
+registers. LLVM splits them where the hardware is narrower: results never depend on the CPU, only speed does.
+"""
+
+from __future__ import annotations
+
+import llvmlite.binding as llvm
+import llvmlite.ir as ir
+from numba.core import cgutils, config
+
+from nbattn.cpu_ref.number_formats import DOUBLE, ELEMENT, FLOAT, I1, I32, I64, itemsize, widen
+from nbattn.cpu_ref.primitives import EXP2_FLOAT32, EXP2_FLOAT64
+
+ORDER_FREE = ("nsz", "contract", "arcp", "afn", "reassoc")  # never nnan or ninf: -inf and NaN carry meaning
+TO_L2 = 2  # llvm.prefetch locality; measured: 3 is no better than no prefetch
+
+
+def register_bytes() -> int:
+    """Return the vector register width of the CPU that Numba compiles for."""
+    if config.CPU_NAME == "generic" or config.CPU_FEATURES is not None:
+        features = config.CPU_FEATURES or ""
+    else:
+        features = llvm.get_host_cpu_features().flatten()
+    return 64 if "+avx512f" in features else 32
+
+
+REGISTER_BYTES = register_bytes()
+
+
+def lane_count(kind: str) -> int:
+    """Return how many numbers of a kind's arithmetic (float32, or float64 for float64) one vector holds."""
+    return REGISTER_BYTES // (8 if kind == "float64" else 4)
+
+
+class Lanes:
+    """Emits vector code for one cache kind at the builder's position."""
+
+    def __init__(self, builder: ir.IRBuilder, kind: str):
+        self.builder, self.kind = builder, kind
+        self.number = DOUBLE if kind == "float64" else FLOAT  # type of the arithmetic
+        self.bytes = 8 if kind == "float64" else 4
+        self.count = lane_count(kind)
+        self.vector = ir.VectorType(self.number, self.count)
+        self.integer = ir.IntType(8 * self.bytes)
+
+    # ---- scalars and addresses (byte addresses are i64)
+    def const(self, x: int) -> ir.Constant:
+        return ir.Constant(I64, x)
+
+    def add(self, a, b):
+        return self.builder.add(a, self.const(b) if isinstance(b, int) else b)
+
+    def mul(self, a, b):
+        return self.builder.mul(a, self.const(b) if isinstance(b, int) else b)
+
+    def load_as(self, element: ir.Type, address, align: int):
+        value = self.builder.load(self.builder.inttoptr(address, ir.PointerType()), typ=element)
+        value.align = align
+        return value
+
+    def splat(self, x):
+        """Return a vector of equal lanes from a Python number or a scalar value."""
+        if isinstance(x, (int, float)):
+            return ir.Constant(self.vector, [float(x)] * self.count)
+        undefined = ir.Constant(ir.VectorType(x.type, self.count), ir.Undefined)
+        first = self.builder.insert_element(undefined, x, ir.Constant(I32, 0))
+        return self.builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, self.count), [0] * self.count))
+
+    # ---- memory
+    def load(self, address):
+        return self.load_as(self.vector, address, 4)
+
+    def load_splat(self, address):
+        return self.splat(self.load_as(self.number, address, self.bytes))
+
+    def store(self, value, address):
+        self.builder.store(value, self.builder.inttoptr(address, ir.PointerType())).align = 4
+
+    def load_cache(self, address):
+        """Load `count` cache elements and widen them."""
+        element = ir.VectorType(ELEMENT[self.kind], self.count)
+        return widen(self.builder, self.kind, self.load_as(element, address, 1))
+
+    def load_cache_up_to(self, address, remaining):
+        """Load ``min(remaining, count)`` cache elements, 0 in the other lanes, without touching memory behind them."""
+        element = ir.VectorType(ELEMENT[self.kind], self.count)
+        flags = ir.VectorType(I1, self.count)
+        name = "llvm.masked.load." + _suffix(element) + ".p0"
+        function = self._declare(name, element, [ir.PointerType(), I32, flags, element])
+        pointer = self.builder.inttoptr(address, ir.PointerType())
+        zero = ir.Constant(element, None)
+        mask = self.lanes_below(remaining)
+        return widen(self.builder, self.kind, self.builder.call(function, [pointer, ir.Constant(I32, 1), mask, zero]))
+
+    def lanes_below(self, bound):
+        """Return the mask of lanes whose number is below the i64 `bound`."""
+        numbers = ir.Constant(ir.VectorType(I64, self.count), list(range(self.count)))
+        return self.builder.icmp_signed("<", numbers, self.splat(bound))
+
+    def prefetch(self, address):
+        function = self._declare("llvm.prefetch.p0", ir.VoidType(), [ir.PointerType(), I32, I32, I32])
+        pointer = self.builder.inttoptr(address, ir.PointerType())
+        self.builder.call(function, [pointer, ir.Constant(I32, 0), ir.Constant(I32, TO_L2), ir.Constant(I32, 1)])
+
+    # ---- arithmetic
+    def fma(self, a, b, c):
+        return self.builder.call(self._math("fma", 3), [a, b, c])
+
+    def product(self, a, b):
+        return self.builder.fmul(a, b, flags=ORDER_FREE)
+
+    def sum(self, a, b):
+        return self.builder.fadd(a, b, flags=ORDER_FREE)
+
+    def larger(self, a, b):
+        """Return max(a, b); b where a is NaN."""
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def exp2(self, x):
+        """Return 2**x: 0 far below zero and for -inf, NaN for NaN, exactly 1 for 0."""
+        b = self.builder
+        single = self.number is FLOAT
+        low, bias, shift = (-126.0, 127, 23) if single else (-1022.0, 1023, 52)
+        coefficients = EXP2_FLOAT32 if single else EXP2_FLOAT64
+        whole = b.call(self._math("roundeven", 1), [self.larger(x, self.splat(low))])
+        fraction = b.fsub(x, whole)
+        value = self.splat(coefficients[-1])
+        for c in reversed(coefficients[:-1]):
+            value = self.fma(value, fraction, self.splat(c))
+        integers = ir.VectorType(self.integer, self.count)
+        exponent = b.add(b.fptosi(whole, integers), ir.Constant(integers, [bias] * self.count))
+        power = b.bitcast(b.shl(exponent, ir.Constant(integers, [shift] * self.count)), self.vector)
+        return b.select(b.fcmp_ordered("<", x, self.splat(low)), self.splat(0.0), b.fmul(value, power))
+
+    def sum_each(self, vectors: list) -> ir.Value:
+        """Return one vector whose lane i is the sum over the lanes of ``vectors[i]``, by pairwise transposition."""
+        stride = 1
+        while len(vectors) > 1:
+            vectors = [self._add_pairs(vectors[i], vectors[i + 1], stride) for i in range(0, len(vectors), 2)]
+            stride *= 2
+        return vectors[0]
+
+    def part(self, vector, first: int, length: int):
+        """Return lanes ``first .. first + length`` as a shorter vector."""
+        picks = ir.Constant(ir.VectorType(I32, length), list(range(first, first + length)))
+        return self.builder.shuffle_vector(vector, vector, picks)
+
+    def _add_pairs(self, a, b, stride: int):
+        low, high = [], []
+        for first in range(0, self.count, 2 * stride):
+            here = list(range(first, first + stride))
+            low += here + [self.count + i for i in here]
+            high += [i + stride for i in here] + [self.count + i + stride for i in here]
+        shape = ir.VectorType(I32, self.count)
+        return self.sum(
+            self.builder.shuffle_vector(a, b, ir.Constant(shape, low)),
+            self.builder.shuffle_vector(a, b, ir.Constant(shape, high)),
+        )
+
+    # ---- control
+    def loop(self, start, stop, step: int):
+        """Return a context manager that yields the i64 index of ``range(start, stop, step)``."""
+        start = self.const(start) if isinstance(start, int) else start
+        return cgutils.for_range_slice(self.builder, start, stop, self.const(step), inc=True)
+
+    def variable(self, value):
+        """Return a stack slot that holds `value`; LLVM keeps it in a register."""
+        slot = cgutils.alloca_once(self.builder, value.type)
+        self.builder.store(value, slot)
+        return slot
+
+    def read(self, slot):
+        return self.builder.load(slot, typ=slot.allocated_type)
+
+    def _math(self, name: str, arity: int):
+        full = f"llvm.{name}.{_suffix(self.vector)}"
+        return self._declare(full, self.vector, [self.vector] * arity)
+
+    def _declare(self, name: str, result, arguments):
+        return cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(result, arguments), name)
+
+
+def _suffix(vector: ir.VectorType) -> str:
+    """Return LLVM's overload suffix of a vector type, e.g. ``v16f32``."""
+    names = {"half": "f16", "float": "f32", "double": "f64"}
+    element = str(vector.element)
+    return f"v{vector.count}{names.get(element, element)}"

@@ -1,0 +1,44 @@
+"""Compile-time choices carried by the *type* of an argument, so that one module-level function has one kernel per choice."""
+
+from __future__ import annotations
+
+from numba import types
+from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
+
+
+class Tag:
+    """A value without content whose Numba type is its `name`, e.g. ``Tag("bfloat16")``."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Tag({self.name!r})"
+
+
+class TagType(types.Type):
+    """The Numba type of a `Tag`; two tags of one name share it."""
+
+    def __init__(self, name: str):
+        self.tag = name
+        super().__init__(name=f"Tag({name})")
+
+
+@typeof_impl.register(Tag)
+def _typeof_tag(tag, context):
+    return TagType(tag.name)
+
+
+register_model(TagType)(models.OpaqueModel)
+
+
+@unbox(TagType)
+def _unbox_tag(tag_type, obj, context):
+    return NativeValue(context.context.get_dummy_value())
+
+
+CACHE_KINDS = {
+    name: Tag(name)
+    for name in ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int8")
+}
+PLAIN, FULL = Tag("plain"), Tag("full")

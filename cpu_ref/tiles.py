@@ -1,0 +1,177 @@
+"""The three tile operations of the CPU kernels: scores, softmax, weighted values.
+
+A tile is a few query rows by a few keys, or a few query rows by a slice of the value vectors; its accumulators stay in
+vector registers. Shapes are small constants, everything else is run-time. Scores lie as ``s[key, row]``, so that the
+softmax works on whole vectors of rows and a weight is one broadcast load. All addresses and strides are in bytes.
+Each operation gives its meaning in NumPy; `KEYS` keys make a block.
+"""
+
+from __future__ import annotations
+
+from numba import types
+from numba.extending import intrinsic
+
+from nbattn.cpu_ref.lanes import Lanes
+from nbattn.cpu_ref.number_formats import I64, itemsize
+from nbattn.scoring import LOWEST
+
+KEYS = 16  # keys of a block: 64 of them overflow L2 together with the prefetched next block
+LINE_BYTES = 64
+_BYTES = types.int64
+
+
+def _score_tile(queries: int):
+    """Build the score tile of `queries` rows by ``lanes / queries`` keys."""
+
+    def codegen_for(kind):
+        def codegen(context, builder, sig, args):
+            _, q, q_stride, rows, head, dim, s, s_stride, coming = args
+            lanes = Lanes(builder, kind)
+            keys = lanes.count // queries
+            k = [lanes.add(lanes.load_as(I64, lanes.add(rows, 8 * j), 8), head) for j in range(keys)]
+            ahead = [lanes.load_as(I64, lanes.add(coming, 8 * j), 8) for j in range(keys)]
+            q_row = [lanes.add(q, lanes.mul(q_stride, i)) for i in range(queries)]
+            sums = [[lanes.variable(lanes.splat(0.0)) for _ in range(queries)] for _ in range(keys)]
+            size = itemsize(kind)
+
+            def step(d, load_key):
+                q_here = [lanes.load(lanes.add(q_row[i], lanes.mul(d, lanes.bytes))) for i in range(queries)]
+                for j in range(keys):
+                    k_here = load_key(lanes.add(k[j], lanes.mul(d, size)))
+                    for i in range(queries):
+                        builder.store(lanes.fma(q_here[i], k_here, lanes.read(sums[j][i])), sums[j][i])
+
+            line = max(LINE_BYTES // size, lanes.count)  # elements that one prefetch brings
+            whole = builder.and_(dim, lanes.const(-line))
+            with lanes.loop(0, whole, line) as (d, _):
+                for j in range(keys):
+                    lanes.prefetch(lanes.add(ahead[j], lanes.mul(d, size)))
+                for part in range(0, line, lanes.count):
+                    step(lanes.add(d, part), lanes.load_cache)
+            with lanes.loop(whole, dim, lanes.count) as (d, _):
+                left = builder.sub(dim, d)
+                step(d, lambda address: lanes.load_cache_up_to(address, left))
+            result = lanes.sum_each([lanes.read(sums[j][i]) for j in range(keys) for i in range(queries)])
+            for j in range(keys):
+                part = lanes.part(result, j * queries, queries)
+                lanes.store(part, lanes.add(s, lanes.mul(s_stride, j)))
+            return context.get_dummy_value()
+
+        return codegen
+
+    def score_tile(typingctx, kind, q, q_stride, rows, head, dim, s, s_stride, coming):
+        """``s[j, i] = q[i, :dim] @ k[j, :dim]``; row j of K starts at ``rows[j] + head``; prefetch ``coming[j]``.
+
+        `q` is zero-padded to whole vectors. ``i < queries``, ``j < lanes / queries``.
+        """
+        return types.void(kind, *[_BYTES] * 8), codegen_for(kind.tag)
+
+    return intrinsic(score_tile)
+
+
+def _value_tile(queries: int):
+    """Build the value tile of `queries` rows: slices of ``lanes / queries`` (at most 8) vectors, then ragged ones."""
+
+    def codegen_for(kind):
+        def codegen(context, builder, sig, args):
+            _, acc, acc_stride, p, p_stride, rows, head, n, dim, alpha, select, coming = args
+            lanes = Lanes(builder, kind)
+            size = itemsize(kind)
+            width = min(8, lanes.count // queries)
+
+            def slice_of(d, vectors, load_value, select):
+                here = lanes.mul(d, size)
+                place = [
+                    [
+                        lanes.add(lanes.add(acc, lanes.mul(acc_stride, i)), lanes.mul(lanes.add(d, t), lanes.bytes))
+                        for t in range(0, vectors * lanes.count, lanes.count)
+                    ]
+                    for i in range(queries)
+                ]
+                factor = [lanes.load_splat(lanes.add(alpha, i * lanes.bytes)) for i in range(queries)]
+                sums = [[lanes.variable(lanes.product(lanes.load(at), factor[i])) for at in place[i]] for i in range(queries)]
+                with lanes.loop(0, n, 1) as (j, _):
+                    entry = lanes.mul(j, 8)
+                    v = lanes.add(lanes.add(lanes.load_as(I64, lanes.add(rows, entry), 8), head), here)
+                    ahead = lanes.add(lanes.load_as(I64, lanes.add(coming, entry), 8), here)
+                    for first in range(0, vectors * lanes.count * size, LINE_BYTES):
+                        lanes.prefetch(lanes.add(ahead, first))
+                    values = [load_value(lanes.add(v, t * lanes.count * size)) for t in range(vectors)]
+                    weights = lanes.add(p, lanes.mul(p_stride, j))
+                    for i in range(queries):
+                        weight = lanes.load_splat(lanes.add(weights, i * lanes.bytes))
+                        dropped = builder.fcmp_ordered("==", weight, lanes.splat(0.0)) if select else None
+                        for t in range(vectors):
+                            old = lanes.read(sums[i][t])
+                            new = lanes.fma(weight, values[t], old)
+                            builder.store(builder.select(dropped, old, new) if select else new, sums[i][t])
+                for i in range(queries):
+                    for at, total in zip(place[i], sums[i], strict=True):
+                        lanes.store(lanes.read(total), at)
+
+            def either(d, vectors, load_value):
+                with builder.if_else(builder.icmp_signed("!=", select, lanes.const(0))) as (selecting, all_kept):
+                    with selecting:
+                        slice_of(d, vectors, load_value, True)
+                    with all_kept:
+                        slice_of(d, vectors, load_value, False)
+
+            whole = builder.and_(dim, lanes.const(-width * lanes.count))
+            with lanes.loop(0, whole, width * lanes.count) as (d, _):
+                either(d, width, lanes.load_cache)
+            with lanes.loop(whole, dim, lanes.count) as (d, _):
+                left = builder.sub(dim, d)
+                either(d, 1, lambda address: lanes.load_cache_up_to(address, left))
+            return context.get_dummy_value()
+
+        return codegen
+
+    def value_tile(typingctx, kind, acc, acc_stride, p, p_stride, rows, head, n, dim, alpha, select, coming):
+        """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j]`` over ``j < n``, ``i < queries``; prefetch ``coming[j]``.
+
+        With `select` a weight of exactly 0 marks a dropped key, whose value is not used even if it is NaN.
+        Row j of V starts at ``rows[j] + head``; `acc` rows are padded to whole vectors.
+        """
+        return types.void(kind, *[_BYTES] * 11), codegen_for(kind.tag)
+
+    return intrinsic(value_tile)
+
+
+score_tile_4, score_tile_2, score_tile_1 = (_score_tile(n) for n in (4, 2, 1))
+value_tile_4, value_tile_2, value_tile_1 = (_value_tile(n) for n in (4, 2, 1))
+
+
+@intrinsic
+def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
+    """Fold a block of scores into the running softmax of `rows` rows (a multiple of the lanes).
+
+    ``new = max(m, s[:n].max(0)); alpha = 2**(m - new); p = 2**(s[:n] - new); d_sum = d_sum * alpha + p.sum(0); m = new``
+    with p written over s. A score of -inf is a dropped key; while a row has kept none, m is -inf and p is 0.
+    """
+
+    def codegen(context, builder, sig, args):
+        _, s, s_stride, n, rows, m, d_sum, alpha = args
+        lanes = Lanes(builder, kind.tag)
+        with lanes.loop(0, rows, lanes.count) as (row, _):
+            place = lanes.mul(row, lanes.bytes)
+            column = lanes.add(s, place)
+            old = lanes.load(lanes.add(m, place))
+            new = lanes.variable(old)
+            with lanes.loop(0, n, 1) as (j, _):
+                score = lanes.load(lanes.add(column, lanes.mul(s_stride, j)))
+                builder.store(lanes.larger(score, lanes.read(new)), new)
+            largest = lanes.read(new)
+            subtract = lanes.larger(largest, lanes.splat(float(LOWEST)))
+            factor = lanes.exp2(builder.fsub(old, subtract))
+            total = lanes.variable(lanes.product(lanes.load(lanes.add(d_sum, place)), factor))
+            with lanes.loop(0, n, 1) as (j, _):
+                cell = lanes.add(column, lanes.mul(s_stride, j))
+                weight = lanes.exp2(builder.fsub(lanes.load(cell), subtract))
+                lanes.store(weight, cell)
+                builder.store(lanes.sum(lanes.read(total), weight), total)
+            lanes.store(largest, lanes.add(m, place))
+            lanes.store(factor, lanes.add(alpha, place))
+            lanes.store(lanes.read(total), lanes.add(d_sum, place))
+        return context.get_dummy_value()
+
+    return types.void(kind, *[_BYTES] * 7), codegen

@@ -1,0 +1,121 @@
+"""A team of threads that run one GIL-free kernel together.
+
+Numba's own threading layers were not used: workqueue aborts the process when two Python threads enter it, OpenMP does
+not survive a fork, and lowering a `prange` takes longer than compiling the kernel around it. Here every thread calls
+the same compiled function, which takes tasks from an atomic counter until none is left.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+
+import numpy as np
+from numba import config, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+import llvmlite.ir as ir
+
+_SPINS = 20_000  # about 100 microseconds of waiting in compiled code before the thread yields
+
+
+@intrinsic
+def next_task(typingctx, counters, index):
+    """Atomically return ``counters[index]`` and add 1 to it."""
+
+    def codegen(context, builder, sig, args):
+        array = context.make_array(sig.args[0])(context, builder, args[0])
+        place = cgutils.gep_inbounds(builder, array.data, args[1])
+        return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "acq_rel")
+
+    return types.int64(counters, types.intp), codegen
+
+
+@intrinsic
+def _read(typingctx, counters, index):
+    def codegen(context, builder, sig, args):
+        array = context.make_array(sig.args[0])(context, builder, args[0])
+        place = cgutils.gep_inbounds(builder, array.data, args[1])
+        return builder.load_atomic(place, "acquire", 8, typ=ir.IntType(64))
+
+    return types.int64(counters, types.intp), codegen
+
+
+@njit(nogil=True)
+def _wait(counters, total, spins):
+    for _ in range(spins):
+        if _read(counters, 1) >= total:
+            return True
+    return False
+
+
+class _Team:
+    def __init__(self):
+        self.tickets: queue.SimpleQueue = queue.SimpleQueue()
+        self.size = 0
+        self.lock = threading.Lock()
+
+    def grow(self, size: int) -> None:
+        """Make sure that `size` helper threads exist; where none can be started the caller does all the work."""
+        with self.lock:
+            while self.size < size:
+                try:
+                    threading.Thread(target=self._serve, name="nbattn", daemon=True).start()
+                except RuntimeError:  # the interpreter is shutting down, or the thread limit is reached
+                    return
+                self.size += 1
+
+    def _serve(self) -> None:
+        while True:
+            kernel, arguments = self.tickets.get()
+            kernel(*arguments)
+            del kernel, arguments
+
+
+_team = _Team()
+_num_threads: int | None = None
+
+
+def _renew() -> None:
+    global _team
+    _team = _Team()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
+
+
+def get_num_threads() -> int:
+    """Return how many threads a call may use, the calling one included."""
+    return _num_threads or int(config.NUMBA_NUM_THREADS)
+
+
+def set_num_threads(n: int | None) -> None:
+    """Set how many threads a call may use; None restores the default (``NUMBA_NUM_THREADS``, else all usable cores)."""
+    global _num_threads
+    if n is not None and (not isinstance(n, (int, np.integer)) or n < 1):
+        from nbattn.errors import ContractError
+
+        raise ContractError(f"n: must be a positive int or None, got {n!r}.")
+    _num_threads = None if n is None else int(n)
+
+
+def run(kernel, num_tasks: int, num_threads: int, *arguments) -> None:
+    """Run ``kernel(*before, counters, *after)`` on up to `num_threads` threads until `num_tasks` tasks are done.
+
+    `arguments` holds a ``counters`` array ``int64[2]`` (next task, finished tasks), which is passed as the third one.
+    """
+    counters = arguments[2]
+    threads = min(num_threads, num_tasks)
+    if threads > 1:
+        _team.grow(threads - 1)
+        ticket = (kernel, arguments)
+        for _ in range(threads - 1):
+            _team.tickets.put(ticket)
+    kernel(*arguments)
+    if threads > 1:
+        while not _wait(counters, num_tasks, _SPINS):
+            time.sleep(0)

@@ -1,0 +1,93 @@
+"""What the arrays are: their library, device and element type, without importing a GPU package."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from nbattn.errors import ContractError, TargetError
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT8_E4M3FN = np.dtype(ml_dtypes.float8_e4m3fn)
+FLOAT8_E5M2 = np.dtype(ml_dtypes.float8_e5m2)
+
+QUERY_DTYPES = ("float16", "bfloat16", "float32", "float64")
+QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+CACHE_DTYPES = QUERY_DTYPES + QUANTIZED_DTYPES
+
+
+def library_of(x: Array) -> str | None:
+    """Return ``"numpy"``, ``"cupy"`` or None for anything that is not an array of either."""
+    if isinstance(x, np.ndarray):
+        return "numpy"
+    cupy = sys.modules.get("cupy")  # a CuPy array exists only where CuPy has been imported
+    if cupy is not None and isinstance(x, cupy.ndarray):
+        return "cupy"
+    return None
+
+
+def require_array(name: str, x: Array) -> Array:
+    """Return `x` if it is a NumPy or CuPy array, else refuse it by name."""
+    if library_of(x) is None:
+        raise ContractError(f"{name}: must be a NumPy or CuPy array, got {type(x).__name__}.")
+    return x
+
+
+def common_library(**arrays: Array) -> str:
+    """Return the one library of all given data arrays (None values are skipped)."""
+    found: dict[str, str] = {}
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        found.setdefault(str(library_of(require_array(name, x))), name)
+    if len(found) > 1:
+        (lib_a, a), (lib_b, b) = list(found.items())[:2]
+        raise ContractError(f"{b}: must live where {a} does ({lib_a}), got {lib_b}. Data arrays are never moved silently.")
+    return next(iter(found))
+
+
+def confirm_target(target: str | None, library: str) -> str:
+    """Return ``"cpu"`` or ``"cuda"`` as `library` says; `target` may only confirm it."""
+    implied = "cpu" if library == "numpy" else "cuda"
+    if target is None:
+        return implied
+    if target not in ("cpu", "cuda", "gpu"):
+        raise ContractError(f'target: must be "cpu", "cuda" or "gpu", got {target!r}.')
+    if ("cuda" if target == "gpu" else target) == implied:
+        return implied
+    if implied == "cpu":
+        raise TargetError(f'target: "{target}" needs CuPy arrays, got NumPy arrays. Move them with cupy.asarray(x).')
+    raise TargetError('target: "cpu" needs NumPy arrays, got CuPy arrays. Move them with cupy.asnumpy(x).')
+
+
+def dtype_name(x: Array) -> str:
+    """Return the element type's name, e.g. ``"bfloat16"`` or ``"float8_e4m3fn"``."""
+    return str(x.dtype)
+
+
+def dtype_from_name(name: Any) -> np.dtype:
+    """Return the NumPy dtype of a name, a NumPy dtype or an ml_dtypes scalar type."""
+    known = {"bfloat16": BFLOAT16, "float8_e4m3fn": FLOAT8_E4M3FN, "float8_e5m2": FLOAT8_E5M2}
+    if isinstance(name, str) and name in known:
+        return known[name]
+    try:
+        return np.dtype(name)
+    except TypeError as error:
+        raise ContractError(f"dtype: must name a NumPy or ml_dtypes type, got {name!r}.") from error
+
+
+def accumulator_dtype(query_dtype: str) -> np.dtype:
+    """Return the dtype in which scores, weights and states are kept: float64 for float64, else float32."""
+    return np.dtype(np.float64 if query_dtype == "float64" else np.float32)
+
+
+def as_bits(x: np.ndarray) -> np.ndarray:
+    """View a 16- or 8-bit float array as unsigned integers of the same width; other dtypes pass through."""
+    if x.dtype.kind in "fiub" and x.dtype != np.float16:
+        return x
+    return x.view({2: np.uint16, 1: np.uint8}[x.dtype.itemsize])
