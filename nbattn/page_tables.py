@@ -1,0 +1,255 @@
+"""Page tables: which pages hold the keys of each request, and every rule such a table must keep.
+
+All four ways of writing a table end in one form, a CSR list on the host: request ``b`` may use the page ids
+``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]`` and reads the first ``ceil(kv_lens[b] / page_size)`` of them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nbattn.arrays import Array, dtype_name, library_of, require_array
+from nbattn.errors import ContractError, PageTableError
+
+INT32_MAX = 2**31 - 1
+MAX_NAMED = 8  # positions that a report lists for one broken rule before it only counts
+
+
+class TableForm(NamedTuple):
+    """How the caller wrote the table; decides which argument and position a message names."""
+
+    ids: str  # the argument that holds page ids
+    lens: str  # the argument that holds lengths
+
+
+PAGE_TABLE = TableForm("kv_indices", "kv_last_page_len")
+BLOCK_TABLE = TableForm("block_table", "kv_lens")
+LOOKUP_TABLE = TableForm("kv_lookup_table", "kv_lens")
+SLOTS = TableForm("slot_ids", "kv_lens")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageTable:
+    """A checked snapshot of one table.
+
+    Attributes
+    ----------
+    kv_indptr : numpy.ndarray, shape [batch_size + 1], int32
+    kv_indices : array, shape [entries], int32, contiguous; on the device if it was given there
+    kv_lens : numpy.ndarray, shape [batch_size], int32
+    page_size, num_pages : int
+    form : TableForm
+    """
+
+    kv_indptr: np.ndarray
+    kv_indices: Array
+    kv_lens: np.ndarray
+    page_size: int
+    num_pages: int
+    form: TableForm
+
+    def faults(self) -> Iterator[str]:
+        """Yield one message for every broken rule, reading the page ids back from a device if need be."""
+        ids = self.kv_indices if library_of(self.kv_indices) == "numpy" else self.kv_indices.get()
+        return table_faults(self.kv_indptr, ids, self.kv_lens, self.page_size, self.num_pages, self.form)
+
+
+def csr_table(kv_indptr: Array, kv_indices: Array, kv_last_page_len: Array, k: Array) -> PageTable:
+    """Return the table of FlashInfer's three arrays over pages `k`; entries past ``kv_indptr[-1]`` are ignored."""
+    library, page_size = library_of(k), k.shape[1]
+    indptr = host_int64("kv_indptr", kv_indptr, library)
+    last_page_len = host_int64("kv_last_page_len", kv_last_page_len, library)
+    require_index_array("kv_indices", kv_indices, 1, library)
+    if indptr.size == 0:
+        raise PageTableError("kv_indptr: must hold at least the leading 0, got an empty array.")
+    if last_page_len.size != indptr.size - 1:
+        raise PageTableError(
+            f"kv_last_page_len: must have {indptr.size - 1} entries (one per request of kv_indptr),"
+            f" got {last_page_len.size}."
+        )
+    raise_first(indptr_faults(indptr, kv_indices.shape[0]))
+    pages = indptr[1:] - indptr[:-1]
+    lens = np.where(pages > 0, (pages - 1) * page_size + last_page_len, 0)  # no page: whatever last_page_len says
+    return _checked(indptr, kv_indices[: int(indptr[-1])], lens, k, PAGE_TABLE)
+
+
+def block_table(table: Array, kv_lens: Array, k: Array, form: TableForm = BLOCK_TABLE) -> PageTable:
+    """Return the table of a ``[batch_size, max_blocks]`` array of page ids over pages `k`."""
+    require_index_array(form.ids, table, 2, library_of(k))
+    lens = host_int64(form.lens, kv_lens, library_of(k))
+    batch_size, max_blocks = table.shape
+    if batch_size != lens.size:
+        raise PageTableError(f"{form.ids}: must have {lens.size} rows (one per entry of kv_lens), got {batch_size}.")
+    indptr = np.arange(batch_size + 1, dtype=np.int64) * max_blocks
+    return _checked(indptr, table.reshape(-1), lens, k, form)
+
+
+def slot_table(slot_ids: Array | None, kv_lens: Array, k: Array) -> PageTable:
+    """Return the table of a fixed cache `k`: one row of slots, here one page, per request."""
+    library, rows = library_of(k), k.shape[0]
+    lens = host_int64("kv_lens", kv_lens, library)
+    if slot_ids is None:
+        if lens.size > rows:
+            raise PageTableError(
+                f"kv_lens: must have at most {rows} entries (rows of the cache), got {lens.size}."
+                " Share rows by a block table."
+            )
+        ids = np.arange(lens.size, dtype=np.int32)
+    else:
+        ids = host_int64("slot_ids", slot_ids, library)
+        if ids.size != lens.size:
+            raise PageTableError(f"slot_ids: must have {lens.size} entries (one per entry of kv_lens), got {ids.size}.")
+    return _checked(np.arange(lens.size + 1, dtype=np.int64), ids, lens, k, SLOTS)
+
+
+def _checked(indptr: np.ndarray, ids: Array, lens: np.ndarray, k: Array, form: TableForm) -> PageTable:
+    num_pages, page_size = k.shape[:2]
+    raise_first(table_faults(indptr, ids, lens, page_size, num_pages, form))
+    return PageTable(indptr.astype(np.int32), snapshot(ids), lens.astype(np.int32), page_size, num_pages, form)
+
+
+def table_faults(
+    indptr: np.ndarray, ids: Array, lens: np.ndarray, page_size: int, num_pages: int, form: TableForm
+) -> Iterator[str]:
+    """Yield a message per broken rule; ids on a device are not looked at."""
+    indptr, lens = indptr.astype(np.int64), lens.astype(np.int64)
+    broken = list(indptr_faults(indptr, ids.shape[0]))
+    yield from broken
+    if broken:  # nobody can say which entries belong to whom
+        return
+    capacity = indptr[1:] - indptr[:-1]
+    yield from _length_faults(indptr, capacity, lens, page_size, form)
+    if library_of(ids) != "numpy":
+        return
+    if form is SLOTS:
+        yield from _slot_faults(ids, num_pages)
+    elif ids.size and ids.max() >= num_pages:  # padding may hold anything: look closer
+        used = np.clip(-(-lens // page_size), 0, capacity)
+        yield from _id_faults(indptr, ids, used, page_size, num_pages, form)
+
+
+def indptr_faults(indptr: np.ndarray, entries: int) -> Iterator[str]:
+    """Yield a message per broken rule of the offsets alone."""
+    if indptr[0] != 0:
+        yield f"kv_indptr[0]: must be 0, got {indptr[0]}."
+    pages = indptr[1:] - indptr[:-1]
+    yield from _named(
+        np.flatnonzero(pages < 0),
+        lambda b: f"kv_indptr[{b + 1}]: must be at least {indptr[b]} (kv_indptr[{b}]), got {indptr[b + 1]}, request {b}.",
+    )
+    if indptr[-1] > entries:
+        yield f"kv_indptr[{indptr.size - 1}]: must be at most {entries} (entries of kv_indices), got {indptr[-1]}."
+
+
+def _length_faults(
+    indptr: np.ndarray, capacity: np.ndarray, lens: np.ndarray, page_size: int, form: TableForm
+) -> Iterator[str]:
+    most = capacity * page_size
+    least = np.where(capacity > 0, most - page_size + 1, 0) if form is PAGE_TABLE else 0
+
+    def name(b: int) -> str:
+        if form is PAGE_TABLE:
+            last = lens[b] - (most[b] - page_size)
+            owned = f"request {b} owns kv_indices[{indptr[b]}:{indptr[b + 1]}]"
+            return f"kv_last_page_len[{b}]: must be in 1..{page_size} (page_size), got {last} ({owned})."
+        space = "slots of a row" if form is SLOTS else f"{capacity[b]} blocks of {page_size} in {form.ids}"
+        return f"{form.lens}[{b}]: must be in 0..{most[b]} ({space}), got {lens[b]}."
+
+    yield from _named(np.flatnonzero((lens < least) | (lens > most)), name)
+    yield from _named(
+        np.flatnonzero((lens > INT32_MAX) & (lens <= most)),
+        lambda b: f"{form.lens}[{b}]: request {b} must have at most {INT32_MAX} keys (int32), got {lens[b]}.",
+    )
+
+
+def _slot_faults(ids: np.ndarray, num_rows: int) -> Iterator[str]:
+    yield from _named(
+        np.flatnonzero((ids < 0) | (ids >= num_rows)),
+        lambda b: f"slot_ids[{b}]: must be in 0..{num_rows - 1} (rows of the cache), got {ids[b]}.",
+    )
+    order = np.argsort(ids, kind="stable")
+    again = order[1:][ids[order[1:]] == ids[order[:-1]]]
+    yield from _named(
+        np.sort(again),
+        lambda b: f"slot_ids[{b}]: must differ from slot_ids[{np.argmax(ids == ids[b])}], got {ids[b]} in both.",
+    )
+
+
+def _id_faults(
+    indptr: np.ndarray, ids: np.ndarray, used: np.ndarray, page_size: int, num_pages: int, form: TableForm
+) -> Iterator[str]:
+    begin = np.repeat(indptr[:-1] - (np.cumsum(used) - used), used)
+    entries = begin + np.arange(begin.size)  # [sum of used]: where the used page ids stand
+
+    def name(entry: int) -> str:
+        request = int(np.searchsorted(indptr, entry, side="right")) - 1
+        page = entry - int(indptr[request])
+        where = f"{form.ids}[{entry}]" if form is PAGE_TABLE else f"{form.ids}[{request}, {page}]"
+        first = page * page_size
+        return (
+            f"{where}: must be below {num_pages} (pages of the cache), got {ids[entry]}"
+            f" (request {request}, keys from {first} on). Negative ids mark unmapped pages."
+        )
+
+    yield from _named(entries[ids[entries] >= num_pages], name)
+
+
+def _named(positions: np.ndarray, name: Callable[[int], str]) -> Iterator[str]:
+    for position in positions[:MAX_NAMED].tolist():
+        yield name(position)
+    if positions.size > MAX_NAMED:
+        yield f"(the last rule is broken at {positions.size - MAX_NAMED} more positions)"
+
+
+def raise_first(faults: Iterator[str]) -> None:
+    """Raise the first of the given messages, if there is one."""
+    for message in faults:
+        raise PageTableError(message)
+
+
+def require_index_array(name: str, x: Array, ndim: int, library: str | None) -> Array:
+    """Return `x` if it is an index array that may stand beside a cache of `library`."""
+    where = library_of(require_array(name, x))
+    if where == "cupy" and library == "numpy":
+        raise ContractError(
+            f"{name}: must be a NumPy array beside a NumPy cache, got a CuPy array. Copy it with cupy.asnumpy({name})."
+        )
+    if x.ndim != ndim:
+        raise ContractError(f"{name}: must have {ndim} dimension{'s' if ndim > 1 else ''}, got shape {x.shape}.")
+    dtype = dtype_name(x)
+    if where == "cupy" and dtype not in ("int32", "uint32"):
+        raise ContractError(f"{name}: must be int32 or uint32 on the device, got {dtype}. Use {name}.astype(int32).")
+    if dtype not in ("int32", "int64", "uint32"):
+        raise ContractError(f"{name}: must be int32 (int64 and uint32 are accepted on the host), got {dtype}.")
+    return x
+
+
+def host_int64(name: str, x: Array, library: str | None) -> np.ndarray:
+    """Return a one-dimensional index array on the host as int64: one small copy if it is on the device."""
+    require_index_array(name, x, 1, library)
+    return (x if library_of(x) == "numpy" else x.get()).astype(np.int64)
+
+
+def snapshot(ids: Array) -> Array:
+    """Return a contiguous int32 copy of page ids where they are.
+
+    Host values beyond int32 keep their meaning: too large stays too large, negative stays unmapped.
+    """
+    if library_of(ids) == "numpy" and dtype_name(ids) != "int32":
+        ids = np.minimum(ids, INT32_MAX) if ids.dtype.kind == "u" else np.clip(ids, -1, INT32_MAX)
+    return ids.astype(np.int32, order="C")
+
+
+def single_int(name: str, value: Any) -> int:
+    """Return an integer that may be given as a one-element array."""
+    if getattr(value, "size", 0) == 1:
+        value = value.item()
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise ContractError(f"{name}: must be an integer or a one-element integer array, got {value!r}.") from error
