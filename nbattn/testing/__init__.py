@@ -1,0 +1,5 @@
+"""Cases, poison and the error budget: what this library is tested with, for users' own kernels too."""
+
+from nbattn.testing.budget import Comparison, Expected, allowed_rounding, assert_close, compare, expect
+
+__all__ = ["Comparison", "Expected", "allowed_rounding", "assert_close", "compare", "expect"]
