@@ -10,7 +10,9 @@ COMMANDS = {
     "validate": "every operator against its float64 definition",
     "explain": "the page table in an .npz file as a picture",
 }
-USAGE = "usage: python -m nbattn COMMAND [OPTIONS]\n\n" + "\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items())
+USAGE = "usage: python -m nbattn COMMAND [OPTIONS]\n\n" + "\n".join(
+    f"  {name:<10}{text}" for name, text in COMMANDS.items()
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

