@@ -52,14 +52,21 @@ def _page_view(name: str, x: Array, kv_layout: str) -> Array:
     if x.ndim != 4:
         raise ContractError(f"{name}: must be {AXES[kv_layout]} ({kv_layout}), got {x.ndim} axes {x.shape}.")
     if 0 in x.shape[1:]:
-        raise ContractError(f"{name}: must be {AXES[kv_layout]} with no empty axis but the first, got {x.shape}.")
+        raise ContractError(
+            f"{name}: must be {AXES[kv_layout]} ({kv_layout}), no axis but the first empty, got {x.shape}."
+        )
     if dtype_name(x) not in CACHE_DTYPES:
         raise ContractError(f"{name}: must be one of {', '.join(CACHE_DTYPES)}, got {dtype_name(x)}.")
-    if x.shape[3] > 1 and x.strides[3] != x.itemsize:
-        raise ContractError(f"{name}: must be contiguous along its last axis, got strides {x.strides} in bytes.")
+    require_contiguous_last(name, x)
     if any(stride % x.itemsize for stride in x.strides):
         raise ContractError(f"{name}: must have strides of whole {x.itemsize}-byte elements, got {x.strides} bytes.")
     return x if kv_layout == "NHD" else x.transpose(0, 2, 1, 3)
+
+
+def require_contiguous_last(name: str, x: Array) -> None:
+    """Refuse an array whose last axis has gaps; an empty one has none, whatever its strides say."""
+    if x.size and x.shape[-1] > 1 and x.strides[-1] != x.itemsize:
+        raise ContractError(f"{name}: must be contiguous along its last axis, got strides {x.strides} in bytes.")
 
 
 def in_layout(shape: tuple[int, ...], kv_layout: str) -> tuple[int, ...]:
@@ -68,9 +75,9 @@ def in_layout(shape: tuple[int, ...], kv_layout: str) -> tuple[int, ...]:
     return (pages, page_size, heads, *dim) if kv_layout == "NHD" else (pages, heads, page_size, *dim)
 
 
-def swapped_hint(kv_layout: str) -> str:
-    """Return the hint for an array whose axes 1 and 2 fit the other layout."""
-    return f'; axes 1 and 2 look swapped: kv_layout="{"HND" if kv_layout == "NHD" else "NHD"}"?'
+def swapped_hint(kv_layout: str, axes: str = "axes") -> str:
+    """Return the hint for an array that fits the other layout."""
+    return f'; {axes} 1 and 2 look swapped: kv_layout="{"HND" if kv_layout == "NHD" else "NHD"}"?'
 
 
 def with_page_stride(name: str, pool: Array, page_stride: int) -> Array:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,7 +43,9 @@ def _summary(kv: PagedKV) -> str:
         listed = " ".join("..." if i is None else str(ids[i]) for i in _ends(ids.size, SHOWN // 2))
         unmapped = int(np.count_nonzero(~_mapped(kv, ids)))
         rows.append((str(b), str(kv.kv_lens[b]), str(used[b]), str(unmapped or "-"), last, listed or "-"))
-    return f"{kv!r}\n" + _align(rows)
+    total = int(kv.kv_lens.sum(dtype=np.int64))
+    head = f"{kv.batch_size} requests, {total} keys in {kv.num_pages} pages of {kv.page_size} slots"
+    return f"{head}\n{_align(rows)}"
 
 
 def _picture(kv: PagedKV, b: int) -> str:
@@ -57,7 +62,7 @@ def _picture(kv: PagedKV, b: int) -> str:
         tokens = f"{first}..{last}" if last > first else str(first)
         slots = _slots(last - first + 1, kv.page_size, bool(mapped[i]))
         rows.append((str(begin + i), page, slots, tokens if mapped[i] else f"{tokens} dropped"))
-    head = f"request {b}: {keys} keys on {ids.size} pages of {kv.page_size} slots, kv_indices[{begin}:{end}]"
+    head = f"request {b}: {keys} keys in {ids.size} pages of {kv.page_size} slots, kv_indices[{begin}:{end}]"
     unread = end - begin - ids.size
     tail = f"\n{unread} more entries are reserved and not read" if unread else ""
     return head + ("\n" + _align(rows) if ids.size else "") + tail
@@ -87,8 +92,46 @@ def _ends(size: int, shown: int = SHOWN) -> list[int | None]:
     return [*range(shown), None, *range(size - shown, size)]
 
 
-def _align(rows: list[tuple[str, ...]]) -> str:
+def _align(rows: Sequence[tuple[str, ...]]) -> str:
     """Return the rows as columns: the first ones right-aligned, the last one left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([*(c.rjust(w) for c, w in zip(row[:-1], widths[:-1], strict=True)), row[-1]]) for row in rows]
     return "\n".join("  " + line.rstrip() for line in lines)
+
+
+TABLES = {  # the arguments of each constructor that describe its table
+    "from_page_table": ["kv_indptr", "kv_indices", "kv_last_page_len"],
+    "from_block_table": ["block_table", "kv_lens"],
+    "from_slots": ["slot_ids", "kv_lens"],
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Draw the table in an .npz file and return the exit status: 1 for a broken table, whose fault is named."""
+    names = "; ".join(", ".join(table) for table in TABLES.values())
+    parser = argparse.ArgumentParser(
+        prog="python -m nbattn explain",
+        description=f"Draw a page table. The file holds page_size and num_pages, and one of: {names}.",
+    )
+    parser.add_argument("file", help="an .npz file, as numpy.savez writes it")
+    parser.add_argument("--request", type=int, help="draw this request's pages; default: a line per request")
+    options = parser.parse_args(arguments)
+    try:
+        with np.load(options.file) as file:
+            print(_from_arrays(dict(file)).explain(options.request))
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _from_arrays(arrays: dict[str, np.ndarray]) -> PagedKV:
+    from nbattn.kv_cache import PagedKV
+
+    for constructor, names in TABLES.items():
+        if {"page_size", "num_pages", *names} <= arrays.keys():
+            shape = (int(arrays["num_pages"]), int(arrays["page_size"]), 1, 1)
+            pages = np.broadcast_to(np.float32(0), shape)  # a cache of that many pages without memory
+            first = [(pages, pages)] if constructor == "from_page_table" else [pages, pages]
+            return getattr(PagedKV, constructor)(*first, **{name: arrays[name] for name in names})
+    raise ContractError(f"file: must hold page_size, num_pages and one whole table, got {sorted(arrays)}. See --help.")

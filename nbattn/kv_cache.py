@@ -180,15 +180,18 @@ class PagedKV:
         """
         named = (("k_cache", k_cache), ("v_cache", v_cache)) if v_cache is not None else split_pair("k_cache", k_cache)
         k, v = page_views(*named, self.kv_layout)
+        layout = self.kv_layout
         for (name, _), new, old in zip(named, (k, v), (self.k, self.v), strict=True):
             if new.shape != old.shape:
                 pages, slots, heads, dim = new.shape
-                hint = swapped_hint(self.kv_layout) if (pages, heads, slots, dim) == old.shape else "."
-                want, got = (in_layout(shape, self.kv_layout) for shape in (old.shape, new.shape))
-                raise ContractError(f"{name}: must be {want} ({self.kv_layout}) as before, got {got}{hint}")
+                hint = swapped_hint(layout) if (pages, heads, slots, dim) == old.shape else "."
+                raise ContractError(
+                    f"{name}: must be {in_layout(old.shape, layout)} ({layout}) as before,"
+                    f" got {in_layout(new.shape, layout)}{hint}"
+                )
             if new.dtype != old.dtype or library_of(new) != self.library:
-                want, got = f"{self.library} {self.kv_dtype}", f"{library_of(new)} {dtype_name(new)}"
-                raise ContractError(f"{name}: must be {want} as before, got {got}.")
+                got = f"{library_of(new)} {dtype_name(new)}"
+                raise ContractError(f"{name}: must be {self.library} {self.kv_dtype} as before, got {got}.")
         return PagedKV(k, v, self.table, self.kv_layout)
 
     def check(self) -> None:

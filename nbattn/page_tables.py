@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -25,12 +25,13 @@ class TableForm(NamedTuple):
 
     ids: str  # the argument that holds page ids
     lens: str  # the argument that holds lengths
+    kind: Literal["csr", "table", "slots"]
 
 
-PAGE_TABLE = TableForm("kv_indices", "kv_last_page_len")
-BLOCK_TABLE = TableForm("block_table", "kv_lens")
-LOOKUP_TABLE = TableForm("kv_lookup_table", "kv_lens")
-SLOTS = TableForm("slot_ids", "kv_lens")
+PAGE_TABLE = TableForm("kv_indices", "kv_last_page_len", "csr")
+BLOCK_TABLE = TableForm("block_table", "kv_lens", "table")
+LOOKUP_TABLE = TableForm("kv_lookup_table", "kv_lens", "table")
+SLOTS = TableForm("slot_ids", "kv_lens", "slots")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,27 +85,29 @@ def block_table(table: Array, kv_lens: Array, k: Array, form: TableForm = BLOCK_
     lens = host_int64(form.lens, kv_lens, library_of(k))
     batch_size, max_blocks = table.shape
     if batch_size != lens.size:
-        raise PageTableError(f"{form.ids}: must have {lens.size} rows (one per entry of kv_lens), got {batch_size}.")
+        raise PageTableError(
+            f"{form.ids}: must have {lens.size} rows (one per entry of {form.lens}), got {batch_size}."
+        )
     indptr = np.arange(batch_size + 1, dtype=np.int64) * max_blocks
     return _checked(indptr, table.reshape(-1), lens, k, form)
 
 
-def slot_table(slot_ids: Array | None, kv_lens: Array, k: Array) -> PageTable:
+def slot_table(slot_ids: Array | None, kv_lens: Array, k: Array, form: TableForm = SLOTS) -> PageTable:
     """Return the table of a fixed cache `k`: one row of slots, here one page, per request."""
     library, rows = library_of(k), k.shape[0]
-    lens = host_int64("kv_lens", kv_lens, library)
+    lens = host_int64(form.lens, kv_lens, library)
+    batch_size = lens.size
     if slot_ids is None:
-        if lens.size > rows:
-            raise PageTableError(
-                f"kv_lens: must have at most {rows} entries (rows of the cache), got {lens.size}."
-                " Share rows by a block table."
-            )
-        ids = np.arange(lens.size, dtype=np.int32)
+        if batch_size > rows:
+            rule = f"must have at most {rows} entries (rows of the cache)"
+            raise PageTableError(f"{form.lens}: {rule}, got {batch_size}. Share rows by a block table.")
+        ids = np.arange(batch_size, dtype=np.int32)
     else:
-        ids = host_int64("slot_ids", slot_ids, library)
-        if ids.size != lens.size:
-            raise PageTableError(f"slot_ids: must have {lens.size} entries (one per entry of kv_lens), got {ids.size}.")
-    return _checked(np.arange(lens.size + 1, dtype=np.int64), ids, lens, k, SLOTS)
+        ids = host_int64(form.ids, slot_ids, library)
+        if ids.size != batch_size:
+            rule = f"must have {batch_size} entries (one per entry of {form.lens})"
+            raise PageTableError(f"{form.ids}: {rule}, got {ids.size}.")
+    return _checked(np.arange(batch_size + 1, dtype=np.int64), ids, lens, k, form)
 
 
 def _checked(indptr: np.ndarray, ids: Array, lens: np.ndarray, k: Array, form: TableForm) -> PageTable:
@@ -126,8 +129,8 @@ def table_faults(
     yield from _length_faults(indptr, capacity, lens, page_size, form)
     if library_of(ids) != "numpy":
         return
-    if form is SLOTS:
-        yield from _slot_faults(ids, num_pages)
+    if form.kind == "slots":
+        yield from _slot_faults(ids, num_pages, form.ids)
     elif ids.size and ids.max() >= num_pages:  # padding may hold anything: look closer
         used = np.clip(-(-lens // page_size), 0, capacity)
         yield from _id_faults(indptr, ids, used, page_size, num_pages, form)
@@ -140,7 +143,7 @@ def indptr_faults(indptr: np.ndarray, entries: int) -> Iterator[str]:
     pages = indptr[1:] - indptr[:-1]
     yield from _named(
         np.flatnonzero(pages < 0),
-        lambda b: f"kv_indptr[{b + 1}]: must be at least {indptr[b]} (kv_indptr[{b}]), got {indptr[b + 1]}, request {b}.",
+        lambda b: f"kv_indptr[{b + 1}]: must be at least {indptr[b]} (kv_indptr[{b}]), got {indptr[b + 1]}.",
     )
     if indptr[-1] > entries:
         yield f"kv_indptr[{indptr.size - 1}]: must be at most {entries} (entries of kv_indices), got {indptr[-1]}."
@@ -150,14 +153,16 @@ def _length_faults(
     indptr: np.ndarray, capacity: np.ndarray, lens: np.ndarray, page_size: int, form: TableForm
 ) -> Iterator[str]:
     most = capacity * page_size
-    least = np.where(capacity > 0, most - page_size + 1, 0) if form is PAGE_TABLE else 0
+    least = np.where(capacity > 0, most - page_size + 1, 0) if form.kind == "csr" else 0
 
     def name(b: int) -> str:
-        if form is PAGE_TABLE:
+        if form.kind == "csr" and capacity[b] == 0:
+            return f"kv_lens[{b}]: must be 0 (request {b} owns no page), got {lens[b]}."
+        if form.kind == "csr":
             last = lens[b] - (most[b] - page_size)
             owned = f"request {b} owns kv_indices[{indptr[b]}:{indptr[b + 1]}]"
             return f"kv_last_page_len[{b}]: must be in 1..{page_size} (page_size), got {last} ({owned})."
-        space = "slots of a row" if form is SLOTS else f"{capacity[b]} blocks of {page_size} in {form.ids}"
+        space = "slots of a row" if form.kind == "slots" else f"{capacity[b]} blocks of {page_size} in {form.ids}"
         return f"{form.lens}[{b}]: must be in 0..{most[b]} ({space}), got {lens[b]}."
 
     yield from _named(np.flatnonzero((lens < least) | (lens > most)), name)
@@ -167,16 +172,16 @@ def _length_faults(
     )
 
 
-def _slot_faults(ids: np.ndarray, num_rows: int) -> Iterator[str]:
+def _slot_faults(ids: np.ndarray, num_rows: int, argument: str) -> Iterator[str]:
     yield from _named(
         np.flatnonzero((ids < 0) | (ids >= num_rows)),
-        lambda b: f"slot_ids[{b}]: must be in 0..{num_rows - 1} (rows of the cache), got {ids[b]}.",
+        lambda b: f"{argument}[{b}]: must name one of {num_rows} rows of the cache, got {ids[b]}.",
     )
     order = np.argsort(ids, kind="stable")
     again = order[1:][ids[order[1:]] == ids[order[:-1]]]
     yield from _named(
         np.sort(again),
-        lambda b: f"slot_ids[{b}]: must differ from slot_ids[{np.argmax(ids == ids[b])}], got {ids[b]} in both.",
+        lambda b: f"{argument}[{b}]: must differ from {argument}[{np.argmax(ids == ids[b])}], got {ids[b]} in both.",
     )
 
 
@@ -189,7 +194,7 @@ def _id_faults(
     def name(entry: int) -> str:
         request = int(np.searchsorted(indptr, entry, side="right")) - 1
         page = entry - int(indptr[request])
-        where = f"{form.ids}[{entry}]" if form is PAGE_TABLE else f"{form.ids}[{request}, {page}]"
+        where = f"{form.ids}[{entry}]" if form.kind == "csr" else f"{form.ids}[{request}, {page}]"
         first = page * page_size
         return (
             f"{where}: must be below {num_pages} (pages of the cache), got {ids[entry]}"

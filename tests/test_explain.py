@@ -1,0 +1,100 @@
+"""The picture of a page table, exactly as it is printed."""
+
+import numpy as np
+import pytest
+
+from nbattn import ContractError, PagedKV
+from nbattn.__main__ import main
+
+
+def example():
+    """Three requests: empty; nine keys, the middle page unmapped; three keys and two reserved pages."""
+    cache = np.zeros((8, 2, 4, 1, 16), np.float32)
+    table = np.array([[0, 0, 0], [5, -1, 7], [2, 99, 99]], np.int32)
+    return PagedKV.from_block_table(cache[:, 0], cache[:, 1], table, np.array([0, 9, 3], np.int32))
+
+
+def test_summary():
+    assert example().explain() == (
+        "3 requests, 12 keys in 8 pages of 4 slots\n"
+        "  request  keys  pages  unmapped  last page  page ids\n"
+        "        0     0      0         -          -  -\n"
+        "        1     9      3         1        1/4  5 -1 7\n"
+        "        2     3      1         -        3/4  2"
+    )
+
+
+def test_picture_of_a_request():
+    assert example().explain(1) == (
+        "request 1: 9 keys in 3 pages of 4 slots, kv_indices[3:6]\n"
+        "  entry         page  slots  keys\n"
+        "      3            5   ####  0..3\n"
+        "      4  -1 unmapped   xxxx  4..7 dropped\n"
+        "      5            7   #...  8"
+    )
+    assert example().explain(2) == (
+        "request 2: 3 keys in 1 pages of 4 slots, kv_indices[6:9]\n"
+        "  entry  page  slots  keys\n"
+        "      6     2   ###.  0..2\n"
+        "2 more entries are reserved and not read"
+    )
+    assert example().explain(0) == (
+        "request 0: 0 keys in 0 pages of 4 slots, kv_indices[0:3]\n3 more entries are reserved and not read"
+    )
+
+
+def test_long_lists_show_both_ends():
+    cache = np.zeros((100, 2, 64, 1, 4), np.float32)
+    kv = PagedKV.from_page_table(cache, np.array([0, 100]), np.arange(100)[::-1], np.array([3]))
+    lines = kv.explain(0).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == [*map(str, range(8)), "...", *map(str, range(92, 100))]
+    assert lines[-1].split() == ["99", "0", "3", "of", "64", "6336..6338"]
+    assert kv.explain().splitlines()[-1].split()[5:] == ["99", "98", "97", "96", "...", "3", "2", "1", "0"]
+    pool = np.zeros((40, 4, 1, 4), np.float32)
+    summary = PagedKV.from_slots(pool, pool, np.arange(40) % 5).explain().splitlines()
+    assert [line.split()[0] for line in summary[2:]] == [*map(str, range(8)), "...", *map(str, range(32, 40))]
+
+
+@pytest.mark.parametrize("request_", [-1, 3])
+def test_a_request_out_of_range_is_refused(request_):
+    with pytest.raises(ContractError, match=rf"^request: must be in 0\.\.2, got {request_}\.$"):
+        example().explain(request_)
+
+
+TABLES = {
+    "csr": {"kv_indptr": np.array([0, 2]), "kv_indices": np.array([5, 1]), "kv_last_page_len": np.array([1])},
+    "block table": {"block_table": np.array([[5, 1]]), "kv_lens": np.array([5])},
+    "slots": {"slot_ids": np.array([5]), "kv_lens": np.array([3])},
+}
+
+
+@pytest.mark.parametrize("form", TABLES)
+def test_command_draws_a_file(form, tmp_path, capsys):
+    np.savez(tmp_path / "table.npz", page_size=4, num_pages=6, **TABLES[form])
+    assert main(["explain", str(tmp_path / "table.npz"), "--request", "0"]) == 0
+    first = capsys.readouterr().out.splitlines()[2]
+    assert first.split() == (["0", "5", "###.", "0..2"] if form == "slots" else ["0", "5", "####", "0..3"])
+    assert main(["explain", str(tmp_path / "table.npz")]) == 0
+    assert capsys.readouterr().out.startswith("1 requests, ")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (
+            {"page_size": 4, "num_pages": 5} | TABLES["csr"],
+            "kv_indices[0]: must be below 5 (pages of the cache), got 5 (request 0, keys from 0 on)."
+            " Negative ids mark unmapped pages.",
+        ),
+        (TABLES["csr"], "file: must hold page_size, num_pages and one whole table, got {}. See --help."),
+    ],
+)
+def test_command_names_what_is_wrong(arrays, message, tmp_path, capsys):
+    np.savez(tmp_path / "table.npz", **arrays)
+    assert main(["explain", str(tmp_path / "table.npz")]) == 1
+    assert capsys.readouterr().err == message.format(sorted(arrays)) + "\n"
+
+
+def test_command_without_a_file(tmp_path, capsys):
+    assert main(["explain", str(tmp_path / "none.npz")]) == 1
+    assert "none.npz" in capsys.readouterr().err
