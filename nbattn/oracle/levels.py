@@ -119,12 +119,12 @@ def cascade_attention(
                 causal.append(np.full(parts[-1][2].size, bool(level.causal)))
         k, v, mapped = (np.concatenate(x) for x in zip(*parts, strict=True))
         request, num_keys = requests[-1], mapped.size
-        index, num_new, start, keep, bias = np.zeros(end - first, np.int64), 1, 0, True, 0.0
-        if request is not None:  # else the row, having none of its own in the last level, counts as a lone newest one
+        index, num_new, start = np.zeros(end - first, np.int64), 1, 0
+        if request is not None:  # else the row has no tokens in the last level and counts as a lone newest one
             index = np.arange(first, end) - offsets[-1][request]
             num_new = int(offsets[-1][request + 1] - offsets[-1][request])
             start = 0 if kv_start is None else int(kv_start[request])
-            keep, bias = mask_block(attn_mask, request, index, num_keys)
+        keep, bias = mask_block(attn_mask, request or 0, index, num_keys)
         new_out[first:end], new_lse[first:end] = attend(
             q[first:end], k, v, options, keep=mapped & keep, bias=bias, causal=np.concatenate(causal),
             row_position=start + num_keys - num_new + index if q_positions is None else q_positions[first:end],

@@ -1,15 +1,46 @@
-"""Cases, poison and the error budget: what this library is tested with, for users' own kernels too."""
+"""Cases, poison and the error budget: what this library is tested with, for users' own kernels too.
 
+Examples
+--------
+>>> from nbattn import oracle, testing
+>>> case = testing.MergeCase(rows=5, states=3)
+>>> result = testing.run_case(case, oracle.merge_states)  # or your own function of that signature
+>>> result.passed, result.case
+(True, MergeCase(rows=5, states=3))
+"""
+
+from nbattn.testing.attention_cases import AttentionCase, CascadeCase, PagedCase
 from nbattn.testing.budget import Comparison, Expected, allowed_rounding, assert_close, compare, expect
+from nbattn.testing.cases import CacheCase, Case, GatherCase, MergeCase, Problem
 from nbattn.testing.exact import scatter, zero_logit_tokens
+from nbattn.testing.memory import poison, spread, to_cupy
+from nbattn.testing.random_cases import FAMILIES, random_case
+from nbattn.testing.run import Result, run_case
+from nbattn.testing.table import CASES
 
 __all__ = [
+    "CASES",
+    "FAMILIES",
+    "AttentionCase",
+    "CacheCase",
+    "CascadeCase",
+    "Case",
     "Comparison",
     "Expected",
+    "GatherCase",
+    "MergeCase",
+    "PagedCase",
+    "Problem",
+    "Result",
     "allowed_rounding",
     "assert_close",
     "compare",
     "expect",
+    "poison",
+    "random_case",
+    "run_case",
     "scatter",
+    "spread",
+    "to_cupy",
     "zero_logit_tokens",
 ]

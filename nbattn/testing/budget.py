@@ -95,18 +95,26 @@ def expect(
     dtype = args[0].dtype
     rounding = allowed_rounding(dtype, out_dtype) if rounding is None else rounding
     extremes = Extremes()
-    if not definition.__name__.startswith("merge"):  # a merge returns both anyway
+    lse_dtype = dtype
+    if definition.__name__.startswith("merge"):  # returns both anyway, and s has a dtype of its own
+        lse_dtype = args[1].dtype if dtype == np.float64 else dtype
+    else:
         kwargs = {**kwargs, "return_lse": True}
     out, lse = definition(*args, extremes=extremes, **kwargs)
     rounded_out, rounded_lse = definition(*args, rounding=rounding, **kwargs)
-    unit = 8 * (2.0**-53 if dtype == np.float64 else 2.0**-24) * (1 + extremes.logit)
+    largest = 8 * (1 + extremes.logit)
     per_nat = 1.0 if kwargs.get("lse_base") == "e" else 1 / np.log(2.0)
     return Expected(
         out,
         lse,
-        2 * largest_difference(rounded_out, out) + unit * extremes.value,
-        2 * largest_difference(rounded_lse, lse) + unit * per_nat,
+        2 * largest_difference(rounded_out, out) + largest * unit_roundoff(dtype) * extremes.value,
+        2 * largest_difference(rounded_lse, lse) + largest * unit_roundoff(lse_dtype) * per_nat,
     )
+
+
+def unit_roundoff(dtype: Any) -> float:
+    """Return u of the accumulation for inputs of `dtype`."""
+    return 2.0**-53 if dtype == np.float64 else 2.0**-24
 
 
 def differences(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
