@@ -8,6 +8,7 @@ from scipy.special import logsumexp, softmax
 
 from nbattn import oracle
 from nbattn.oracle import Level, Rope
+from nbattn.oracle.score_pipeline import rotate
 from nbattn.testing import scatter, zero_logit_tokens
 
 LN = np.log
@@ -132,7 +133,7 @@ def test_n2_norm_then_rotary():
 )
 def test_n3_n4_rotary(angles, mode):
     cos, sin = (f(np.deg2rad([angles])) for f in (np.cos, np.sin))
-    close(oracle.attend.__globals__["rotate"](np.array([[[1.0, 2, 3, 4]]]), cos, sin, mode), [[[-2, 1, 3, 4]]])
+    close(rotate(np.array([[[1.0, 2, 3, 4]]]), cos, sin, mode), [[[-2, 1, 3, 4]]])
 
 
 def test_n5_llama_rope():

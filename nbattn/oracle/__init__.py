@@ -12,7 +12,6 @@ Examples
 (array([[[2., 3.]]]), array([[1.5849625]]))
 """
 
-from nbattn.oracle.attend import Extremes, Pipeline, Rounding, alibi_slopes, attend
 from nbattn.oracle.layouts import Cache
 from nbattn.oracle.levels import Level, cascade_attention, gather_attention, paged_attention
 from nbattn.oracle.operators import (
@@ -24,6 +23,7 @@ from nbattn.oracle.operators import (
     qsa_sparse_attention,
     shared_prefix,
 )
+from nbattn.oracle.score_pipeline import Extremes, Pipeline, Rounding, alibi_slopes, attend
 from nbattn.oracle.states import append_paged_kv_cache, merge_state, merge_state_in_place, merge_states
 
 __all__ = [

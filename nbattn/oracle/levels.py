@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import expit
 
-from nbattn.oracle.attend import Pipeline, attend, rounded
+from nbattn.oracle.score_pipeline import Pipeline, attend, rounded
 
 Result = np.ndarray | tuple[np.ndarray, np.ndarray]
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nbattn.oracle.attend import alibi_slopes, rotate
 from nbattn.oracle.layouts import csr_cache, layer_cache, slot_cache, table_cache
 from nbattn.oracle.levels import Level, Result, cascade_attention, gather_attention, paged_attention
+from nbattn.oracle.score_pipeline import alibi_slopes, rotate
 
 
 class Rope(NamedTuple):

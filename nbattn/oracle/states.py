@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from nbattn.oracle.attend import Extremes, LseBase, Rounding, rounded
 from nbattn.oracle.layouts import page_views
+from nbattn.oracle.score_pipeline import Extremes, LseBase, Rounding, rounded
 
 
 def merge_states(

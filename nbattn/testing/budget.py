@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from nbattn.arrays import dtype_from_name
-from nbattn.oracle.attend import Extremes, Rounding
+from nbattn.oracle.score_pipeline import Extremes, Rounding
 
 
 @dataclass(frozen=True)
