@@ -33,7 +33,8 @@ class PagedKV:
     Notes
     -----
     Everything visible on the host is checked on construction. A negative page id marks an unmapped page, whose
-    keys are dropped; an id beyond the cache is an error on the host and is dropped on the device.
+    keys are dropped; an id beyond the cache is an error on the host and is dropped on the device. CuPy allocates no
+    fp8 arrays but views them: ``cupy.zeros(shape, "uint8").view(ml_dtypes.float8_e4m3fn)``.
     """
 
     k: Array
