@@ -243,10 +243,10 @@ def host_int64(name: str, x: Array, library: str | None) -> np.ndarray:
 def snapshot(ids: Array) -> Array:
     """Return a contiguous int32 copy of page ids where they are.
 
-    Host values beyond int32 keep their meaning: too large stays too large, negative stays unmapped.
+    Ids beyond int32 stand only where no key is, and stay invalid there: uint32 ones become negative.
     """
-    if library_of(ids) == "numpy" and dtype_name(ids) != "int32":
-        ids = np.minimum(ids, INT32_MAX) if ids.dtype.kind == "u" else np.clip(ids, -1, INT32_MAX)
+    if dtype_name(ids) == "int64":
+        ids = np.clip(ids, -1, INT32_MAX)
     return ids.astype(np.int32, order="C")
 
 
