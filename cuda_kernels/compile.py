@@ -1,0 +1,257 @@
+"""From a kernel's name and constants to a cubin: Numba compiles it once, a cache on disk serves every later process.
+
+Nothing here needs a GPU or a driver, and nothing imports Numba while the cache holds what is asked for. A kernel module
+`nbattn.cuda_kernels.<family>` has ``make(**constants)`` returning a `Kernel`; its parameters are listed in
+`nbattn.cuda_kernels.parameters`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import inspect
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from nbattn.cuda_kernels.parameters import PARAMETERS
+from nbattn.errors import TargetError
+
+logger = logging.getLogger("nbattn")
+ComputeCapability = tuple[int, int]
+
+_SHARED_SOURCES = ("indexing.py", "scoring.py")  # modules of nbattn that kernels inline
+_TOOLCHAIN = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink")
+_MAGIC = b"nbattn cubin 1\n"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel function and how its blocks look: threads, blocks to fit on a multiprocessor, dynamic shared bytes."""
+
+    function: Callable
+    threads: int
+    blocks_per_multiprocessor: int
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """A compiled kernel: the image, its entry name, and its launch shape."""
+
+    image: bytes
+    name: str
+    threads: int
+    shared_bytes: int
+
+
+@dataclass
+class Counters:
+    """What this process did: Numba compiles, and cubins read from the cache."""
+
+    compiled: int = 0
+    loaded: int = 0
+
+
+counters = Counters()
+
+
+def cubin_for(family: str, constants: dict[str, Any], cc: ComputeCapability) -> Cubin:
+    """Return the cubin of a specialisation, from the cache on disk or compiled now.
+
+    Parameters
+    ----------
+    family : str
+        Kernel module, e.g. ``"paged_decode"``.
+    constants : dict
+        Arguments of the module's ``make``: strings, integers and booleans.
+    cc : tuple of int
+        Compute capability of the device, e.g. ``(9, 0)``.
+
+    Returns
+    -------
+    Cubin
+
+    Raises
+    ------
+    TargetError
+        A package that compiles is missing; the message names it and the extra that brings it.
+    """
+    path = cache_directory() / f"{family}-{cache_key(family, constants, cc)}.cubin"
+    cubin = _read(path)
+    if cubin is not None:
+        counters.loaded += 1
+        return cubin
+    began = time.perf_counter()
+    label = f"{family}({', '.join(f'{k}={v}' for k, v in constants.items())}) for sm_{cc[0]}{cc[1]}"
+    logger.info("compiling %s", label)
+    name = f"nbattn_{family}"
+    kernel, ptx = to_ptx(family, constants, cc, name)
+    cubin = Cubin(to_cubin(ptx, cc)[0], name, kernel.threads, kernel.shared_bytes)
+    counters.compiled += 1
+    _write(path, cubin)
+    logger.info("compiled %s in %.1f s, kept as %s", label, time.perf_counter() - began, path)
+    return cubin
+
+
+def cache_directory() -> Path:
+    """Return the folder of the cubin cache: ``NBATTN_CACHE_DIR``, else ``nbattn`` in the user's cache folder."""
+    chosen = os.environ.get("NBATTN_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("LOCALAPPDATA") if sys.platform == "win32" else os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "nbattn"
+
+
+def cache_key(family: str, constants: dict[str, Any], cc: ComputeCapability) -> str:
+    """Return the hash of everything the cubin depends on: sources, toolchain, constants, compute capability."""
+    text = json.dumps([source_hash(), toolchain_versions(), family, sorted(constants.items()), list(cc)])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@cache
+def source_hash() -> str:
+    """Return the hash of the kernels' sources and of the modules they inline."""
+    here = Path(__file__).parent
+    package = Path(sys.modules["nbattn"].__file__ or "").parent
+    digest = hashlib.sha256()
+    for path in sorted(here.glob("*.py")) + [package / name for name in _SHARED_SOURCES]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@cache
+def toolchain_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that compile; absent ones are empty."""
+    versions = {"python": ".".join(map(str, sys.version_info[:2]))}
+    for name in _TOOLCHAIN:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = ""
+    return versions
+
+
+def _read(path: Path) -> Cubin | None:
+    try:
+        magic, header, image = path.read_bytes().split(b"\n", 2)
+    except (OSError, ValueError):
+        return None
+    if magic + b"\n" != _MAGIC:
+        return None
+    shape = json.loads(header)
+    return Cubin(image, shape["name"], shape["threads"], shape["shared_bytes"])
+
+
+def _write(path: Path, cubin: Cubin) -> None:
+    """Write through a temporary name, so that another process sees the whole file or none."""
+    header = json.dumps({"name": cubin.name, "threads": cubin.threads, "shared_bytes": cubin.shared_bytes})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            file.write(_MAGIC + header.encode() + b"\n" + cubin.image)
+        os.replace(temporary, path)
+    except OSError as error:
+        logger.warning("the cubin cache %s cannot be written (%s): every process will compile anew", path.parent, error)
+
+
+def load_kernel(family: str, constants: dict[str, Any]) -> Kernel:
+    """Import a kernel module and build one specialisation; its parameters must be those the launcher packs."""
+    try:
+        importlib.import_module("nbattn.cuda_kernels.primitives")  # what indexing and scoring leave to each target
+        module = importlib.import_module(f"nbattn.cuda_kernels.{family}")
+    except ImportError as error:
+        raise TargetError(
+            f"cuda: compiling a kernel needs numba-cuda and its CUDA packages, got {error}. "
+            "Install them with: pip install 'nbattn[cuda13]'."
+        ) from error
+    kernel = module.make(**constants)
+    expected = [name for name, _ in PARAMETERS[family]]
+    found = list(inspect.signature(kernel.function).parameters)
+    if found != expected:
+        raise TypeError(f"{family}: the kernel's parameters {found} differ from the launcher's {expected}.")
+    return kernel
+
+
+def to_ptx(family: str, constants: dict[str, Any], cc: ComputeCapability, name: str) -> tuple[Kernel, str]:
+    """Compile one specialisation to PTX whose only entry is `name`."""
+    kernel = load_kernel(family, constants)
+    from numba import cuda
+    from numba.cuda import types
+
+    code = {"i32": types.int32, "i64": types.int64, "f32": types.float32}
+    signature = types.void(*(code[kind] for _, kind in PARAMETERS[family]))
+    with _device_of(cc):
+        ptx, _ = cuda.compile(
+            kernel.function,
+            signature,
+            device=False,
+            abi="numba",
+            cc=_full_capability(cc),
+            output="ptx",
+            fastmath=True,
+            launch_bounds=(kernel.threads, kernel.blocks_per_multiprocessor),
+        )
+    text = ptx.decode() if isinstance(ptx, bytes) else ptx
+    entry = text.split(".visible .entry ", 1)[1].split("(", 1)[0]
+    return kernel, text.replace(entry, name)
+
+
+def to_cubin(ptx: str, cc: ComputeCapability) -> tuple[bytes, str]:
+    """Assemble PTX with nvJitLink; return the cubin and the assembler's report of registers and spills."""
+    try:
+        from cuda.bindings import nvjitlink
+    except ImportError as error:
+        raise TargetError(
+            f"cuda: assembling a kernel needs cuda-bindings, got {error}. Install it with: pip install 'nbattn[cuda13]'."
+        ) from error
+    major, minor, *suffix = _full_capability(cc)
+    options = [f"-arch=sm_{major}{minor}{''.join(suffix)}", "-Xptxas=-v", "-verbose"]
+    text = ptx.encode()
+    linker = nvjitlink.create(len(options), options)
+    try:
+        nvjitlink.add_data(linker, nvjitlink.InputType.PTX, text, len(text), "kernel")
+        nvjitlink.complete(linker)
+        image = bytearray(nvjitlink.get_linked_cubin_size(linker))
+        nvjitlink.get_linked_cubin(linker, image)
+        report = bytearray(nvjitlink.get_info_log_size(linker))
+        if report:
+            nvjitlink.get_info_log(linker, report)
+    finally:
+        nvjitlink.destroy(linker)
+    return bytes(image), report.decode(errors="replace")
+
+
+def _full_capability(cc: ComputeCapability) -> tuple:
+    return (*cc, "a") if cc[0] >= 9 else cc  # "a": the instructions of exactly this architecture
+
+
+class _StubDevice:
+    id = 0
+
+    def __init__(self, cc: ComputeCapability):
+        self.compute_capability = cc
+
+
+@contextlib.contextmanager
+def _device_of(cc: ComputeCapability) -> Iterator[None]:
+    """Answer Numba's question for the current device, which it asks while it compiles a called function."""
+    from numba.cuda import dispatcher
+
+    asked = dispatcher.get_current_device
+    dispatcher.get_current_device = lambda: _StubDevice(cc)
+    try:
+        yield
+    finally:
+        dispatcher.get_current_device = asked

@@ -1,0 +1,117 @@
+"""What happens to a row after its last key: the sink, the scale of V, the gate and the cast, or a partial state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from numba import cuda
+from numba.cuda import float32, int32, int64, types
+from numba.extending import register_jitable
+
+from nbattn.cuda_kernels import ptx
+from nbattn.cuda_kernels.formats import load_number, store_number
+from nbattn.scoring import LOG2E, exp2, shift, state_weight
+
+EMPTY = float32(-float("inf"))  # the maximum and the lse of a row that has kept nothing
+
+
+@register_jitable
+def normalise(m, d_sum, sinks, qo_head):
+    """Return (what the accumulator is multiplied by, base-2 lse) of a row, counting the head's sink if given."""
+    top = m
+    sink = EMPTY
+    if sinks != int64(0):
+        sink = ptx.load_f32(sinks + int64(qo_head) * int64(4)) * float32(LOG2E)
+        top = ptx.maximum(m, sink)
+    base = shift(top)
+    weight = state_weight(m, base)
+    total = d_sum * weight + state_weight(sink, base)
+    if total == float32(0):
+        return float32(0), EMPTY
+    return ptx.divide(weight, total), top + ptx.log2_approx(total)
+
+
+@register_jitable
+def store_result(
+    value, dim, row, qo_head, kv_head, head_dim, out, out_row, out_head, out_kind, v_scale, gate, gate_row, gate_head,
+    gate_kind,
+):  # fmt: skip
+    """Scale, gate and cast one number of a finished row, and store it."""
+    if v_scale != int64(0):
+        value *= ptx.load_f32(v_scale + int64(kv_head * head_dim + dim) * int64(4))
+    if gate != int64(0):
+        base = gate + int64(row) * gate_row + int64(qo_head) * gate_head
+        opened = exp2(load_number(base, int64(dim), gate_kind) * float32(-LOG2E)) + float32(1)
+        value = ptx.divide(value, opened)  # times sigmoid(gate)
+    store_number(out + int64(row) * out_row + int64(qo_head) * out_head, int64(dim), out_kind, value)
+
+
+def make_publish(out_dim: Callable, out_tiles: int, pitch: int) -> Callable:
+    """Return the function by which a warp lays its tile's state down in shared memory.
+
+    Accumulators are ``[16, pitch / 4]`` float32, `partials` is ``[16, 2]``: maximum and sum of each row.
+    """
+
+    @register_jitable
+    def publish(o, m, d_sum, accumulators, partials, lane):
+        r, c = lane >> int32(2), lane & int32(3)
+        for i in range(2):
+            row = r + int32(8 * i)
+            total = d_sum[i] + ptx.exchange_f32(d_sum[i], int32(1))
+            total += ptx.exchange_f32(total, int32(2))
+            if c == int32(0):
+                ptx.shared_store_2f32(partials + row * int32(8), m[i], total)
+            for tile in range(out_tiles):
+                for e in range(2):
+                    at = accumulators + row * int32(pitch) + out_dim(tile, e, c) * int32(4)
+                    ptx.shared_store_f32(at, o[4 * tile + 2 * i + e])
+
+    return publish
+
+
+def make_write_row(warps: int, pitch: int) -> Callable:
+    """Return the function by which a warp merges what `warps` warps published of one row, and writes it."""
+
+    @register_jitable
+    def write_row(
+        accumulators, partials, tile_row, lane, row, qo_head, kv_head, state, num_qo_heads, head_dim, state_v,
+        state_s, out, out_row, out_head, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, gate, gate_row,
+        gate_head, gate_kind,
+    ):  # fmt: skip
+        """Write query row `row` of head `qo_head`: as partial state `state`, or finished if that is negative."""
+        weight = cuda.local.array(warps, types.float32)
+        m = EMPTY
+        for w in range(warps):
+            m = ptx.maximum(m, ptx.shared_load_f32(partials + (int32(16 * w) + tile_row) * int32(8)))
+        base = shift(m)
+        d_sum = float32(0)
+        for w in range(warps):
+            at = partials + (int32(16 * w) + tile_row) * int32(8)
+            weight[w] = state_weight(ptx.shared_load_f32(at), base)
+            d_sum += ptx.shared_load_f32(at + int32(4)) * weight[w]
+        partial = state >= int32(0)
+        inverse, row_lse = normalise(m, d_sum, int64(0) if partial else sinks, qo_head)
+        slot = int64(state) * int64(num_qo_heads) + int64(qo_head)
+        if lane == int32(0):
+            if partial:
+                ptx.store_f32(state_s + slot * int64(4), row_lse)
+            elif lse != int64(0):
+                ptx.store_f32(lse + int64(row) * lse_row + int64(qo_head) * lse_head, row_lse * lse_unit)
+        dim = lane
+        while dim < head_dim:
+            value = float32(0)
+            for w in range(warps):
+                at = accumulators + (int32(16 * w) + tile_row) * int32(pitch) + dim * int32(4)
+                if weight[w] != float32(0):  # a warp without keys has summed nothing
+                    value += weight[w] * ptx.shared_load_f32(at)
+            value = value * inverse if inverse != float32(0) else float32(0)
+            if partial:
+                ptx.store_f32(state_v + (slot * int64(head_dim) + int64(dim)) * int64(4), value)
+            else:
+                store_result(
+                    value, dim, row, qo_head, kv_head, head_dim, out, out_row, out_head, out_kind, v_scale, gate,
+                    gate_row, gate_head, gate_kind,
+                )  # fmt: skip
+            dim += int32(32)
+
+    return write_row

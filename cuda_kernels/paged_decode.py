@@ -1,0 +1,175 @@
+"""Split-KV paged attention for few query rows: the (row, head) pairs of one KV head fill a tensor-core tile of 16.
+
+A block takes one work item, one KV head and 16 pairs. Its four warps read interleaved tiles of 16 keys, each through its
+own ring of `cp.async` stages, so no warp waits for another until their four partial softmaxes are merged in shared
+memory. The result is a partial state, or the finished row where nothing else contributes to it.
+"""
+
+from __future__ import annotations
+
+from numba import cuda
+from numba.cuda import float32, int32, int64, types, uint32
+
+from nbattn.cuda_kernels import ptx
+from nbattn.cuda_kernels.compile import Kernel
+from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_write_row
+from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
+from nbattn.cuda_kernels.rows import (
+    KEY_BASE,
+    KEY_BEGIN,
+    KEY_END,
+    KEY_POSITION,
+    PAGE_BEGIN,
+    ROW_BEGIN,
+    ROW_END,
+    STATE,
+    element,
+    keys_of_row,
+    make_score_tile,
+    row_and_head,
+    work_field,
+)
+from nbattn.cuda_kernels.tile import look_up, make_tile
+from nbattn.scoring import LOG2E
+
+WARPS = 4
+STAGES = 3  # two tiles of keys under way while one is used
+
+
+def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
+    """Return the kernel for a cache format and a head-size class.
+
+    Parameters
+    ----------
+    cache : str
+        8- or 16-bit cache format.
+    head_dim_qk, head_dim_vo : int
+        Largest head sizes, multiples of 64 (16-bit) or 128 (8-bit).
+    full : bool
+        Compile soft cap, ALiBi and masks in.
+    """
+    tile = make_tile(cache, head_dim_qk, head_dim_vo, 16)
+    STAGE, K_TILE, ITEM = 16 * (tile.K_ROW + tile.V_ROW), 16 * tile.K_ROW, tile.ITEM
+    RING = STAGES * STAGE
+    PITCH = 4 * head_dim_vo + 32  # of a row of accumulators; they take the rings' place
+    SCRATCH = WARPS * RING
+    PARTIALS = SCRATCH + WARPS * 1024
+    SHARED = PARTIALS + WARPS * 16 * 8
+    Q_WORDS, S_NUMBERS, P_WORDS, O_NUMBERS = tile.Q_WORDS, tile.S_NUMBERS, tile.P_WORDS, tile.O_NUMBERS
+    load_query, fetch, multiply_keys, soften = tile.load_query, tile.fetch, tile.multiply_keys, tile.soften
+    pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
+    has_nonfinite, select_values = tile.has_nonfinite, tile.select_values
+    score_tile = make_score_tile(1, full)
+    publish, write_row = make_publish(tile.out_dim, O_NUMBERS // 4, PITCH), make_write_row(WARPS, PITCH)
+    wait_for_oldest, wait_for_all = ptx.WAIT_COPIES[STAGES - 2], ptx.WAIT_COPIES[0]
+
+    def paged_decode(
+        work, row_position, row_request, row_index, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
+        v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads, scale,
+        window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key, mask_kind,
+        rope_cos, rope_sin, rope_dim, state_v, state_s, out, out_row, out_head, out_kind, lse, lse_row, lse_head,
+        lse_unit, sinks, v_scale, gate, gate_row, gate_head, gate_kind,
+    ):  # fmt: skip
+        item, kv_head = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
+        first_pair = int32(cuda.blockIdx.z * 16)
+        row_begin = work_field(work, item, ROW_BEGIN)
+        pairs = (work_field(work, item, ROW_END) - row_begin) * group_size
+        if first_pair >= pairs:
+            return
+        thread = int32(cuda.threadIdx.x)
+        warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
+        r, c = int32(lane >> int32(2)), int32(lane & int32(3))
+        shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
+        ring, scratch = shared + warp * int32(RING), shared + int32(SCRATCH) + warp * int32(1024)
+        partials = shared + int32(PARTIALS)
+        k += int64(kv_head) * k_head
+        v += int64(kv_head) * v_head
+        k_bytes, v_bytes = head_dim_qk * int32(ITEM), head_dim_vo * int32(ITEM)
+        key_end, page_begin = work_field(work, item, KEY_END), work_field(work, item, PAGE_BEGIN)
+        key_position = work_field(work, item, KEY_POSITION)
+
+        # the lane's two rows of the tile: their queries and what they see
+        query = cuda.local.array(Q_WORDS, types.uint32)
+        first, end = cuda.local.array(2, types.int32), cuda.local.array(2, types.int32)
+        unit, slope = cuda.local.array(2, types.float32), cuda.local.array(2, types.float32)
+        position, mask_at = cuda.local.array(2, types.int32), cuda.local.array(2, types.int64)
+        for i in range(2):
+            pair = first_pair + r + int32(8 * i)
+            row, qo_head = row_and_head(min(pair, pairs - int32(1)), row_begin, kv_head, group_size)
+            address = q + int64(row) * q_row + int64(qo_head) * q_head
+            unit[i] = scale * load_query(query, address, i, q_kind, head_dim_qk, lane)
+            position[i] = element(row_position, row)
+            first[i], end[i] = keys_of_row(work, item, position[i], window_left, chunk_size)
+            if pair >= pairs:
+                end[i] = int32(-1)
+            slope[i], mask_at[i] = float32(0), int64(0)
+            if alibi_slopes != int64(0):
+                slope[i] = ptx.load_f32(alibi_slopes + int64(qo_head) * int64(4)) * float32(LOG2E)
+            if mask != int64(0):
+                mask_at[i] = mask + int64(element(row_request, row)) * mask_request + int64(qo_head) * mask_head
+                mask_at[i] += int64(element(row_index, row)) * mask_row
+                mask_at[i] += int64(work_field(work, item, KEY_BASE)) * mask_key
+            unroll_fully()
+
+        s, p = cuda.local.array(S_NUMBERS, types.float32), cuda.local.array(P_WORDS, types.uint32)
+        o, bits = cuda.local.array(O_NUMBERS, types.float32), cuda.local.array(1, types.uint32)
+        m, d_sum = cuda.local.array(2, types.float32), cuda.local.array(2, types.float32)
+        for i in range(O_NUMBERS):
+            o[i] = float32(0)
+        for i in range(2):
+            m[i], d_sum[i] = EMPTY, float32(0)
+
+        # fill the ring: this warp's tiles start at key0, key0 + 64, ...
+        key0 = int32(work_field(work, item, KEY_BEGIN) + warp * int32(16))
+        ahead = int32(key0 + (lane & int32(15)))
+        bits_1 = bits_2 = uint32(0)
+        for stage in range(STAGES - 1):
+            page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+            place = ring + int32(stage * STAGE)
+            bits_1 = bits_2
+            bits_2 = fetch(place, place + int32(K_TILE), page, slot, lane, k, k_page, k_slot, k_bytes, v, v_page,
+                           v_slot, v_bytes, num_pages)  # fmt: skip
+            ptx.commit_copies()
+            ahead = int32(ahead + int32(16 * WARPS))
+        page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+        used, filled = ring, ring + int32((STAGES - 1) * STAGE)
+        while key0 < key_end:
+            wait_for_oldest()
+            ptx.sync_warp()
+            bits[0], bits_1 = bits_1, bits_2
+            bits_2 = fetch(filled, filled + int32(K_TILE), page, slot, lane, k, k_page, k_slot, k_bytes, v, v_page,
+                           v_slot, v_bytes, num_pages)  # fmt: skip
+            ptx.commit_copies()
+            ahead = int32(ahead + int32(16 * WARPS))
+            page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+            multiply_keys(query, s, used, lane)
+            dropped = score_tile(s, bits, key0, c, unit, first, end, slope, position, mask_at, key_position, soft_cap,
+                                 mask_key, mask_kind)  # fmt: skip
+            soften(s, m, d_sum, o)
+            v_tile = used + int32(K_TILE)
+            if ptx.ballot(dropped) != uint32(0) and has_nonfinite(v_tile, lane):
+                select_values(s, o, v_tile, scratch, lane)
+            else:
+                pack_weights(s, p)
+                multiply_values(p, o, v_tile, lane)
+            key0 = int32(key0 + int32(16 * WARPS))
+            filled = used
+            used = used + int32(STAGE) if used < ring + int32(RING - STAGE) else ring
+            keep_rolled()
+
+        wait_for_all()
+        ptx.sync_block()  # the rings are free
+        publish(o, m, d_sum, shared + warp * int32(16 * PITCH), partials + warp * int32(128), lane)
+        ptx.sync_block()
+        state = work_field(work, item, STATE)
+        tile_row = warp
+        while tile_row < min(int32(16), pairs - first_pair):
+            row, qo_head = row_and_head(first_pair + tile_row, row_begin, kv_head, group_size)
+            slot = state + row - row_begin if state >= int32(0) else int32(-1)
+            write_row(shared, partials, tile_row, lane, row, qo_head, kv_head, slot, num_qo_heads, head_dim_vo,
+                      state_v, state_s, out, out_row, out_head, out_kind, lse, lse_row, lse_head, lse_unit, sinks,
+                      v_scale, gate, gate_row, gate_head, gate_kind)  # fmt: skip
+            tile_row += int32(WARPS)
+            keep_rolled()
+
+    return Kernel(paged_decode, 32 * WARPS, 1 if head_dim_qk > 128 else 2, SHARED)

@@ -1,0 +1,111 @@
+"""The kernels' parameters, in order: what the launcher packs and what a kernel function must be declared with.
+
+``i64`` is a pointer or a stride in bytes, ``i32`` a count, ``f32`` a number. A pointer of 0 means "not given". A `*_kind`
+is one of `KINDS`. The last axis of every array is contiguous. Rows, heads and pages are strided.
+"""
+
+from __future__ import annotations
+
+KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3, "bool": 4}
+
+Parameters = tuple[tuple[str, str], ...]
+
+# Columns of the work list; planning fills them, see there.
+WORK = ("LEVEL", "ROW_BEGIN", "ROW_END", "KEY_BEGIN", "KEY_END", "PAGE_BEGIN")
+WORK += ("KEY_POSITION", "KEY_BASE", "KV_LEN", "STATE", "CAUSAL")
+
+
+def _parameters(text: str) -> Parameters:
+    pairs: list[tuple[str, str]] = []
+    for line in text.strip().splitlines():
+        kind, names = line.split("#")[0].split(":")
+        pairs += [(name, kind.strip()) for name in names.split()]
+    return tuple(pairs)
+
+
+_QUERY = """
+    i64: q q_row q_head              # [row, qo_head, head_dim_qk]
+    i32: q_kind
+"""
+_CACHE = """
+    i64: k k_page k_slot k_head      # [page, slot, kv_head, head_dim_qk]
+    i64: v v_page v_slot v_head      # [page, slot, kv_head, head_dim_vo]
+    i64: kv_indices                  # int32
+    i32: num_pages page_size
+    i32: head_dim_qk head_dim_vo group_size num_qo_heads
+    f32: scale                       # sm_scale * log2(e)
+"""
+_RESULT = """
+    i64: state_v state_s             # float32 [state, qo_head, head_dim_vo] and [state, qo_head]
+    i64: out out_row out_head
+    i32: out_kind
+    i64: lse lse_row lse_head        # float32 [row, qo_head]
+    f32: lse_unit                    # 1 for base 2, ln 2 for base e
+    i64: sinks                       # float32 [qo_head], natural logarithm
+    i64: v_scale                     # float32 [kv_head, head_dim_vo]
+    i64: gate gate_row gate_head     # [row, qo_head, head_dim_vo]
+    i32: gate_kind
+"""
+_PAGED = _parameters(
+    """
+    i64: work row_position row_request row_index
+    """
+    + _QUERY.strip("\n")
+    + _CACHE
+    + """
+    i32: window_left chunk_size
+    f32: soft_cap                    # times log2(e); 0 is off
+    i64: alibi_slopes                # float32 [qo_head]
+    i64: mask mask_request mask_head mask_row mask_key
+    i32: mask_kind
+    i64: rope_cos rope_sin           # float32 [position, rope_dim / 2]: rotates the keys
+    i32: rope_dim
+    """.rstrip(" ").strip("\n")
+    + _RESULT
+)
+
+PARAMETERS: dict[str, Parameters] = {
+    "paged_decode": _PAGED,
+    "paged_prefill": _PAGED,
+    "paged_plain": _PAGED,
+    "gather_attention": _parameters(
+        _QUERY.strip("\n")
+        + _CACHE
+        + """
+    i64: row_request kv_indptr kv_lens     # int32; a row of request -1 is left alone
+    i64: token_indices token_indices_row   # int32 [row, width]
+    i64: counts                            # int32 [row]
+    i32: width split_size num_splits
+    """.rstrip(" ").strip("\n")
+        + _RESULT
+    ),
+    "merge_states": _parameters(
+        """
+    i64: v v_row v_state v_head v_dim      # [row, state, head, head_dim]
+    i32: v_kind
+    i64: s s_row s_state s_head
+    i32: s_kind
+    i64: merge_rows merge_indptr merge_slots   # int32; 0: row r is the merge of its num_states states
+    i32: num_rows num_states num_heads group_size head_dim
+    i64: out out_row out_head out_dim
+    i32: out_kind
+    i64: lse lse_row lse_head
+    i32: lse_kind
+    f32: s_unit lse_unit                   # what turns s into base 2, and a base-2 lse into what is asked for
+    i64: sinks v_scale
+    i64: gate gate_row gate_head
+    i32: gate_kind
+    """
+    ),
+    "merge_pair": _parameters(
+        """
+    i64: v_a v_a_row v_a_head v_a_dim s_a s_a_row s_a_head
+    i64: v_b v_b_row v_b_head v_b_dim s_b s_b_row s_b_head
+    i64: out out_row out_head out_dim lse lse_row lse_head   # may be v_a and s_a
+    i32: v_a_kind v_b_kind out_kind s_a_kind s_b_kind lse_kind
+    i32: num_rows num_heads head_dim
+    f32: s_unit lse_unit
+    i64: mask                              # one byte a row: a zero leaves the row as it is; 0: all rows
+    """
+    ),
+}

@@ -1,0 +1,209 @@
+"""Every PTX instruction the kernels use by name, made by one factory from inline assembly.
+
+In an instruction's text the outputs come first (``$0`` ...), then the inputs. Addresses of global memory are int64,
+addresses of shared memory int32 (the 32-bit shared window), packed data uint32.
+
+`effects` says what the optimiser may assume: ``"pure"`` (same inputs, same outputs: may be moved, merged, removed),
+``"ordered"`` (keeps its place among its like), ``"memory"`` (ordered, and other memory operations stay on their side).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+from numba.cuda.typing import signature
+
+i32, u32, i64, f32 = types.int32, types.uint32, types.int64, types.float32
+
+_REGISTER: dict[Any, tuple[str, ir.Type]] = {
+    i32: ("r", ir.IntType(32)),
+    u32: ("r", ir.IntType(32)),
+    i64: ("l", ir.IntType(64)),
+    f32: ("f", ir.FloatType()),
+}
+_COLLECTIVE = (".sync", "bar.")  # instructions that all lanes must reach together
+
+
+def instruction(name: str, text: str, returns: tuple, takes: tuple, effects: str = "pure") -> Any:
+    """Return a Numba intrinsic `name` that emits `text`; several results come back as a tuple."""
+    constraints = ["=" + _REGISTER[t][0] for t in returns] + [_REGISTER[t][0] for t in takes]
+    if effects == "memory":
+        constraints.append("~{memory}")
+    results: list[ir.Type] = [_REGISTER[t][1] for t in returns]
+    result = results[0] if len(results) == 1 else ir.LiteralStructType(results) if results else ir.VoidType()
+    function_type = ir.FunctionType(result, [_REGISTER[t][1] for t in takes])
+    attributes = ("convergent",) if any(mark in text for mark in _COLLECTIVE) else ()
+    python_type = types.void if not returns else returns[0] if len(returns) == 1 else types.Tuple(returns)
+
+    def codegen(context, builder, sig, args):
+        cast = [context.cast(builder, a, given, wanted) for a, given, wanted in zip(args, sig.args, takes, strict=True)]
+        asm = ir.InlineAsm(function_type, text, ",".join(constraints), side_effect=effects != "pure")
+        value = builder.call(asm, cast, attrs=attributes)
+        if not returns:
+            return context.get_dummy_value()
+        if len(returns) == 1:
+            return value
+        parts = [builder.extract_value(value, i) for i in range(len(returns))]
+        return context.make_tuple(builder, python_type, parts)
+
+    names = ", ".join(f"a{i}" for i in range(len(takes)))
+    scope = {"answer": (signature(python_type, *takes), codegen)}
+    exec(f"def {name}(typingctx, {names}):\n    return answer\n", scope)  # Numba reads the arity off the function
+    return intrinsic(scope[name])
+
+
+# ---- arithmetic
+exp2_approx = instruction("exp2_approx", "ex2.approx.ftz.f32 $0, $1;", (f32,), (f32,))  # 2 ulp
+log2_approx = instruction("log2_approx", "lg2.approx.ftz.f32 $0, $1;", (f32,), (f32,))  # 1e-7 absolute near 1
+divide = instruction("divide", "div.rn.f32 $0, $1, $2;", (f32,), (f32, f32))
+rsqrt = instruction("rsqrt", "{.reg .f32 t; sqrt.rn.f32 t, $1; rcp.rn.f32 $0, t;}", (f32,), (f32,))
+maximum = instruction("maximum", "max.f32 $0, $1, $2;", (f32,), (f32, f32))  # a NaN loses
+divide_u32 = instruction("divide_u32", "div.u32 $0, $1, $2;", (i32,), (i32, i32))
+permute_bytes = instruction("permute_bytes", "prmt.b32 $0, $1, $2, $3;", (u32,), (u32, u32, u32))
+float_bits = instruction("float_bits", "mov.b32 $0, $1;", (u32,), (f32,))
+bits_float = instruction("bits_float", "mov.b32 $0, $1;", (f32,), (u32,))
+
+# ---- number formats; "pair" is two 16-bit numbers in a uint32, the lower one first
+pack_bf16 = instruction("pack_bf16", "cvt.rn.bf16x2.f32 $0, $2, $1;", (u32,), (f32, f32))
+pack_f16 = instruction("pack_f16", "cvt.rn.f16x2.f32 $0, $2, $1;", (u32,), (f32, f32))
+unpack_f16 = instruction(
+    "unpack_f16", "{.reg .b16 l,h; mov.b32 {l,h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}", (f32, f32), (u32,)
+)
+e4m3_pair = instruction(  # two e4m3 in the low 16 bits -> a pair of float16, exact
+    "e4m3_pair", "{.reg .b16 l,h; mov.b32 {l,h}, $1; cvt.rn.f16x2.e4m3x2 $0, l;}", (u32,), (u32,)
+)
+e5m2_pair = instruction(
+    "e5m2_pair", "{.reg .b16 l,h; mov.b32 {l,h}, $1; cvt.rn.f16x2.e5m2x2 $0, l;}", (u32,), (u32,)
+)
+int8_pair = instruction(
+    "int8_pair",
+    "{.reg .b32 a,b; .reg .b16 l,h; bfe.s32 a, $1, 0, 8; bfe.s32 b, $1, 8, 8;"
+    " cvt.rn.f16.s32 l, a; cvt.rn.f16.s32 h, b; mov.b32 $0, {l,h};}",
+    (u32,),
+    (u32,),
+)
+to_e4m3 = instruction(
+    "to_e4m3", "{.reg .b16 t; .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.satfinite.e4m3x2.f32 t, z, $1; cvt.u32.u16 $0, t;}", (u32,), (f32,)
+)
+to_e5m2 = instruction(
+    "to_e5m2", "{.reg .b16 t; .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.satfinite.e5m2x2.f32 t, z, $1; cvt.u32.u16 $0, t;}", (u32,), (f32,)
+)
+
+# ---- global memory
+load_i32 = instruction("load_i32", "ld.global.nc.u32 $0, [$1];", (i32,), (i64,))
+load_i64 = instruction("load_i64", "ld.global.nc.u64 $0, [$1];", (i64,), (i64,))
+load_u32 = instruction("load_u32", "ld.global.nc.u32 $0, [$1];", (u32,), (i64,))
+load_u16 = instruction("load_u16", "{.reg .u16 t; ld.global.nc.u16 t, [$1]; cvt.u32.u16 $0, t;}", (u32,), (i64,))
+load_u8 = instruction("load_u8", "{.reg .u16 t; ld.global.nc.u8 t, [$1]; cvt.u32.u16 $0, t;}", (u32,), (i64,))
+load_f32 = instruction("load_f32", "ld.global.nc.f32 $0, [$1];", (f32,), (i64,))
+load_2f32 = instruction("load_2f32", "ld.global.nc.v2.f32 {$0,$1}, [$2];", (f32, f32), (i64,))
+load_2u32 = instruction("load_2u32", "ld.global.nc.v2.u32 {$0,$1}, [$2];", (u32, u32), (i64,))
+load_f64 = instruction(  # rounded to float32, the precision of all arithmetic here
+    "load_f64", "{.reg .f64 t; ld.global.nc.f64 t, [$1]; cvt.rn.f32.f64 $0, t;}", (f32,), (i64,)
+)
+load_4u32 = instruction(
+    "load_4u32", "ld.global.nc.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, u32, u32, u32), (i64,)
+)
+# coherent loads: for buffers that the same kernel also writes
+read_f32 = instruction("read_f32", "ld.global.f32 $0, [$1];", (f32,), (i64,), "memory")
+read_f64 = instruction(
+    "read_f64", "{.reg .f64 t; ld.global.f64 t, [$1]; cvt.rn.f32.f64 $0, t;}", (f32,), (i64,), "memory"
+)
+read_u16 = instruction("read_u16", "{.reg .u16 t; ld.global.u16 t, [$1]; cvt.u32.u16 $0, t;}", (u32,), (i64,), "memory")
+store_f32 = instruction("store_f32", "st.global.f32 [$0], $1;", (), (i64, f32), "memory")
+store_f64 = instruction("store_f64", "{.reg .f64 t; cvt.f64.f32 t, $1; st.global.f64 [$0], t;}", (), (i64, f32), "memory")
+store_u32 = instruction("store_u32", "st.global.u32 [$0], $1;", (), (i64, u32), "memory")
+store_u16 = instruction("store_u16", "{.reg .u16 t; cvt.u16.u32 t, $1; st.global.u16 [$0], t;}", (), (i64, u32), "memory")
+store_u8 = instruction("store_u8", "{.reg .u16 t; cvt.u16.u32 t, $1; st.global.u8 [$0], t;}", (), (i64, u32), "memory")
+store_4u32 = instruction("store_4u32", "st.global.v4.u32 [$0], {$1,$2,$3,$4};", (), (i64, u32, u32, u32, u32), "memory")
+
+# ---- shared memory
+shared_load_f32 = instruction("shared_load_f32", "ld.shared.f32 $0, [$1];", (f32,), (i32,), "memory")
+shared_load_u32 = instruction("shared_load_u32", "ld.shared.u32 $0, [$1];", (u32,), (i32,), "memory")
+shared_load_u16 = instruction(
+    "shared_load_u16", "{.reg .u16 t; ld.shared.u16 t, [$1]; cvt.u32.u16 $0, t;}", (u32,), (i32,), "memory"
+)
+shared_load_u8 = instruction(
+    "shared_load_u8", "{.reg .u16 t; ld.shared.u8 t, [$1]; cvt.u32.u16 $0, t;}", (u32,), (i32,), "memory"
+)
+shared_load_4u32 = instruction(
+    "shared_load_4u32", "ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, u32, u32, u32), (i32,), "memory"
+)
+shared_store_f32 = instruction("shared_store_f32", "st.shared.f32 [$0], $1;", (), (i32, f32), "memory")
+shared_store_2f32 = instruction("shared_store_2f32", "st.shared.v2.f32 [$0], {$1,$2};", (), (i32, f32, f32), "memory")
+shared_store_u32 = instruction("shared_store_u32", "st.shared.u32 [$0], $1;", (), (i32, u32), "memory")
+copy_async = instruction(  # 16 bytes to shared memory, of which the last input (0 or 16) are read and the rest zero
+    "copy_async", "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", (), (i32, i64, i32), "memory"
+)
+commit_copies = instruction("commit_copies", "cp.async.commit_group;", (), (), "memory")
+WAIT_COPIES = tuple(  # WAIT_COPIES[n](): until at most the n newest groups of copies are under way
+    instruction(f"wait_copies_{n}", f"cp.async.wait_group {n};", (), (), "memory") for n in range(4)
+)
+
+# ---- matrix instructions: 16x8 += 16x16 * 16x8
+load_matrices = instruction(
+    "load_matrices",
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];",
+    (u32, u32, u32, u32),
+    (i32,),
+    "memory",
+)
+load_matrices_transposed = instruction(
+    "load_matrices_transposed",
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];",
+    (u32, u32, u32, u32),
+    (i32,),
+    "memory",
+)
+
+
+def _matrix_multiply(kind: str) -> Any:
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+        " {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    return instruction(f"multiply_{kind}", text, (f32,) * 4, (u32,) * 6 + (f32,) * 4)
+
+
+multiply_bf16 = _matrix_multiply("bf16")
+multiply_f16 = _matrix_multiply("f16")
+
+# ---- lanes and threads together
+exchange_f32 = instruction(  # the value of the lane whose number differs by xor
+    "exchange_f32", "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", (f32,), (f32, i32), "ordered"
+)
+exchange_i32 = instruction(
+    "exchange_i32", "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", (i32,), (i32, i32), "ordered"
+)
+from_lane_i32 = instruction(
+    "from_lane_i32", "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", (i32,), (i32, i32), "ordered"
+)
+from_lane_f32 = instruction(
+    "from_lane_f32", "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", (f32,), (f32, i32), "ordered"
+)
+ballot = instruction(  # bit i: lane i gave a nonzero value
+    "ballot",
+    "{.reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}",
+    (u32,),
+    (i32,),
+    "ordered",
+)
+sync_warp = instruction("sync_warp", "bar.warp.sync 0xffffffff;", (), (), "memory")
+sync_block = instruction("sync_block", "bar.sync 0;", (), (), "memory")
+
+
+@intrinsic
+def shared_address(typingctx, array):
+    """Return the int32 address in the shared window of a ``cuda.shared.array``."""
+    if not isinstance(array, types.Array):
+        return None
+
+    def codegen(context, builder, sig, args):
+        data = context.make_array(sig.args[0])(context, builder, value=args[0]).data
+        pointer = builder.addrspacecast(data, ir.PointerType(data.type.pointee, 3))
+        return builder.ptrtoint(pointer, ir.IntType(32))
+
+    return signature(i32, array), codegen

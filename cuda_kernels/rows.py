@@ -1,0 +1,118 @@
+"""Who a tile's rows are and which keys they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from numba.cuda import float32, int32, int64, uint32
+from numba.extending import register_jitable
+
+from nbattn.cuda_kernels import ptx
+from nbattn.cuda_kernels.epilogue import EMPTY
+from nbattn.cuda_kernels.formats import BOOL, load_number
+from nbattn.cuda_kernels.parameters import WORK
+from nbattn.indexing import idiv, visible_keys
+from nbattn.scoring import LOG2E, alibi_bias, soft_cap
+
+(
+    LEVEL,
+    ROW_BEGIN,
+    ROW_END,
+    KEY_BEGIN,
+    KEY_END,
+    PAGE_BEGIN,
+    KEY_POSITION,
+    KEY_BASE,
+    KV_LEN,
+    STATE,
+    CAUSAL,
+) = range(len(WORK))
+WORK_BYTES = 4 * len(WORK)
+
+
+@register_jitable
+def work_field(work, item, column):
+    """Return one number of a work item."""
+    return ptx.load_i32(work + int64(item) * int64(WORK_BYTES) + int64(4 * column))
+
+
+@register_jitable
+def element(array, index):
+    """Return element `index` of an int32 array at address `array`."""
+    return ptx.load_i32(array + int64(index) * int64(4))
+
+
+@register_jitable
+def row_and_head(pair, row_begin, kv_head, group_size):
+    """Return (query row, query head) of the item's pair number `pair`."""
+    row = idiv(pair, group_size)
+    return int32(row_begin + row), int32(kv_head * group_size + pair - row * group_size)
+
+
+@register_jitable
+def keys_of_row(work, item, position, window_left, chunk_size):
+    """Return the interval of the level's keys that the row at `position` sees."""
+    first, end = visible_keys(
+        position,
+        work_field(work, item, KEY_POSITION),
+        work_field(work, item, KV_LEN),
+        work_field(work, item, CAUSAL) != int32(0),
+        window_left,
+        chunk_size,
+    )
+    return int32(first), int32(end)
+
+
+@register_jitable
+def biased_score(score, distance, slope, cap, mask_at, mask_kind):
+    """Apply soft cap, ALiBi and mask to a score in log2 units; return it and whether the mask keeps it.
+
+    `distance` is the key's position minus the row's; `mask_at` the address of the mask's element, 0 without a mask.
+    """
+    keep = True
+    if cap > float32(0):
+        score = soft_cap(score, cap)
+    score += alibi_bias(slope, distance)
+    if mask_at != int64(0):
+        if mask_kind == BOOL:
+            keep = ptx.load_u8(mask_at) != uint32(0)
+        else:
+            bias = load_number(mask_at, int64(0), mask_kind)
+            keep = bias != EMPTY
+            score += bias * float32(LOG2E)
+    return score, keep
+
+
+def make_score_tile(groups: int, full: bool) -> Callable:
+    """Return the function that turns ``q @ k.T`` of ``16 * groups`` keys into scores, dropped keys at -inf."""
+
+    @register_jitable
+    def score_tile(
+        s, bits, key0, c, unit, first, end, slope, position, mask_at, key_position, cap, mask_key, mask_kind,
+    ):  # fmt: skip
+        """Scale, bias and mask `s`; return 1 if a row drops a key whose value is there, else 0.
+
+        Per row of the lane: `unit` scales, ``[first, end)`` is what it sees (``end < 0``: no row, whatever it says).
+        """
+        dropped = int32(0)
+        for n in range(2 * groups):
+            for e in range(2):
+                column = int32(int32(8 * (n % 2) + e) + int32(2) * c)
+                mapped = (bits[n // 2] >> uint32(column)) & uint32(1) != uint32(0)
+                key = int32(key0 + int32(16 * (n // 2)) + column)
+                for i in range(2):
+                    score = s[4 * n + 2 * i + e] * unit[i]
+                    keep = mapped and key >= first[i] and key < end[i]
+                    if full:
+                        if keep:
+                            at = int64(0)
+                            if mask_at[i] != int64(0):
+                                at = mask_at[i] + int64(key) * mask_key
+                            distance = float32(int32(key_position + key - position[i]))
+                            score, keep = biased_score(score, distance, slope[i], cap, at, mask_kind)
+                    if mapped and not keep and end[i] >= int32(0):
+                        dropped = int32(1)
+                    s[4 * n + 2 * i + e] = score if keep else EMPTY
+        return dropped
+
+    return score_tile

@@ -1,0 +1,283 @@
+"""The tensor-core tile: 16 query rows against 16 or more keys, held by one warp.
+
+A warp's lane number is ``4 r + c``. Of every 16x8 result it holds rows r and r + 8, columns 2c and 2c + 1, as four
+float32 ``[row r: 2c, 2c + 1, row r + 8: 2c, 2c + 1]``; scores `s` and the accumulator `o` are such results side by side.
+The tile's rows are (query row, query head) pairs of one KV head, so that a group's heads share the keys they read.
+
+Rows of K and V lie in shared memory as 16-byte chunks, chunk j of row i at place ``j ^ (i % 8)``: no bank conflicts.
+8-bit caches are widened to float16 on their way from there. One `ldmatrix` then gives a lane four neighbouring numbers
+where it gives two 16-bit ones, so the order of the dimensions inside a step of 16 differs: see `first_dim`, `out_dim`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from numba.cuda import float32, int32, int64, uint32
+from numba.extending import register_jitable
+
+from nbattn.cuda_kernels import ptx
+from nbattn.cuda_kernels.formats import CACHE_FORMATS, F16, load_pair
+from nbattn.cuda_kernels.loops import keep_rolled
+from nbattn.indexing import mapped_page, page_and_slot
+from nbattn.scoring import shift, state_weight
+
+
+@register_jitable
+def look_up(key, key_end, page_begin, kv_indices, page_size):
+    """Return (page id, slot) of a key; -1 for a key at or past `key_end`."""
+    ordinal, slot = page_and_slot(key, page_size)
+    page = int32(-1)
+    if key < key_end:
+        page = ptx.load_i32(kv_indices + int64(page_begin + ordinal) * int64(4))
+    return page, slot
+
+
+@register_jitable
+def over_quad(x, reduce):
+    """Reduce over the four lanes that hold one row."""
+    x = reduce(x, ptx.exchange_f32(x, int32(1)))
+    return reduce(x, ptx.exchange_f32(x, int32(2)))
+
+
+@register_jitable
+def add(x, y):
+    """Return ``x + y``."""
+    return x + y
+
+
+def make_tile(cache: str, head_dim_qk: int, head_dim_vo: int, keys: int) -> SimpleNamespace:
+    """Return the tile's steps for a cache format, a head-size class and a number of keys, a multiple of 16.
+
+    Parameters
+    ----------
+    cache : str
+        Key of `CACHE_FORMATS`, 8 or 16 bits.
+    head_dim_qk, head_dim_vo : int
+        The class: sizes are run-time values up to these; what is missing reads as zero.
+    keys : int
+        Keys that one round of the softmax handles.
+    """
+    form = CACHE_FORMATS[cache]
+    pack, unpack, widen, multiply = form.pack, form.unpack, form.widen, form.multiply
+    WIDEN, HALF = form.item_bytes == 1, form.multiply is ptx.multiply_f16
+    K_ROW, V_ROW, ITEM = head_dim_qk * form.item_bytes, head_dim_vo * form.item_bytes, form.item_bytes
+    STEPS, GROUPS, OUT_TILES = head_dim_qk // 16, keys // 16, head_dim_vo // 8
+    PROBE_BITS, PROBE_ADD, PROBE_HIT = (uint32(x) for x in form.probe)
+
+    @register_jitable
+    def first_dim(step, half, c):
+        """First of the two dimensions of q that half `half` of a lane's fragment holds."""
+        if WIDEN:
+            return int32(step * 16) + int32(4) * c + int32(2 * half)
+        return int32(step * 16) + int32(2) * c + int32(8 * half)
+
+    @register_jitable
+    def out_dim(tile, e, c):
+        """Output dimension of column ``2c + e`` of result `tile`."""
+        if WIDEN:
+            return int32((tile // 2) * 16 + tile % 2 + 2 * e) + int32(4) * c
+        return int32(tile * 8 + e) + int32(2) * c
+
+    @register_jitable
+    def power_of_two_unit(address, kind, head_dim, c):
+        """Return the power of two above a row's largest |q|: float16 fragments hold q over it."""
+        top = float32(0)
+        for step in range(STEPS):
+            for half in range(2):
+                dim = first_dim(step, half, c)
+                if dim < head_dim:
+                    x, y = load_pair(address, int64(dim), kind)
+                    top = ptx.maximum(top, ptx.maximum(abs(x), abs(y)))
+        top = over_quad(top, ptx.maximum)
+        exponent = ptx.float_bits(top) & uint32(0x7F800000)
+        exponent = min(max(exponent, uint32(0x10000000)), uint32(0x6F000000))  # its inverse is a number too
+        return ptx.bits_float(exponent)
+
+    @register_jitable
+    def load_query(q, address, i, kind, head_dim, lane):
+        """Load row r (i = 0) or r + 8 (i = 1) of the lane into `q`; return what scores are to be multiplied by."""
+        c = lane & int32(3)
+        unit = float32(1)
+        if HALF and kind != F16:
+            unit = power_of_two_unit(address, kind, head_dim, c)
+        inverse = ptx.divide(float32(1), unit)
+        for step in range(STEPS):
+            for half in range(2):
+                dim = first_dim(step, half, c)
+                pair = uint32(0)
+                if dim < head_dim:
+                    x, y = load_pair(address, int64(dim), kind)
+                    pair = pack(x * inverse, y * inverse)
+                q[4 * step + 2 * half + i] = pair
+        return unit
+
+    @register_jitable
+    def fetch(k_tile, v_tile, page, slot, lane, k, k_page, k_slot, k_bytes, v, v_page, v_slot, v_bytes, num_pages):
+        """Start copying 16 keys' rows of K and V; lane i gives page and slot of key ``i % 16``.
+
+        Returns the bits of the keys that exist; the rows of the others are filled with zeros.
+        """
+        if not mapped_page(page, num_pages):
+            page = int32(-1)
+        mapped = ptx.ballot(page + int32(1))
+        column = lane & int32(7)
+        for i in range(4):  # 8 lanes a row, 4 rows a turn
+            key = int32(4 * i) + (lane >> int32(3))
+            key_page, key_slot = ptx.from_lane_i32(page, key), ptx.from_lane_i32(slot, key)
+            size = int32(16) if key_page >= int32(0) else int32(0)
+            key_page = max(key_page, int32(0))
+            swizzle = key & int32(7)
+            source = k + int64(key_page) * k_page + int64(key_slot) * k_slot
+            target = k_tile + key * int32(K_ROW)
+            for j in range(K_ROW // 128):
+                chunk = int32(8 * j) + column
+                inside = size if (chunk << int32(4)) < k_bytes else int32(0)
+                offset = int64(min(chunk << int32(4), k_bytes - int32(16)))
+                ptx.copy_async(target + ((chunk ^ swizzle) << int32(4)), source + offset, inside)
+            source = v + int64(key_page) * v_page + int64(key_slot) * v_slot
+            target = v_tile + key * int32(V_ROW)
+            for j in range(V_ROW // 128):
+                chunk = int32(8 * j) + column
+                inside = size if (chunk << int32(4)) < v_bytes else int32(0)
+                offset = int64(min(chunk << int32(4), v_bytes - int32(16)))
+                ptx.copy_async(target + ((chunk ^ swizzle) << int32(4)), source + offset, inside)
+        return mapped & uint32(0xFFFF)
+
+    @register_jitable
+    def accumulate(c, i, a, j, b0, b1):
+        """``c[i:i+4] += a[j:j+4] @ (b0, b1)``, one 16x8 result."""
+        c[i], c[i + 1], c[i + 2], c[i + 3] = multiply(
+            a[j], a[j + 1], a[j + 2], a[j + 3], b0, b1, c[i], c[i + 1], c[i + 2], c[i + 3]
+        )
+
+    @register_jitable
+    def multiply_keys(q, s, k_tile, lane):
+        """``s = q @ k.T`` for all keys of the tile."""
+        row = (lane & int32(7)) + ((lane >> int32(4)) << int32(3))
+        place = (((lane >> int32(3)) & int32(1)) ^ (lane & int32(7))) << int32(4)
+        base = k_tile + row * int32(K_ROW)
+        for i in range(8 * GROUPS):
+            s[i] = float32(0)
+        for g in range(GROUPS):
+            for pair in range(K_ROW // 32):  # 32 bytes of a row of K: one step of 16 numbers, or two of 8-bit numbers
+                x0, x1, x2, x3 = ptx.load_matrices(base + int32(g * 16 * K_ROW) + (place ^ int32(pair << 5)))
+                if WIDEN:
+                    accumulate(s, 8 * g, q, 8 * pair, widen(x0), widen(x0 >> uint32(16)))
+                    accumulate(s, 8 * g + 4, q, 8 * pair, widen(x2), widen(x2 >> uint32(16)))
+                    accumulate(s, 8 * g, q, 8 * pair + 4, widen(x1), widen(x1 >> uint32(16)))
+                    accumulate(s, 8 * g + 4, q, 8 * pair + 4, widen(x3), widen(x3 >> uint32(16)))
+                else:
+                    accumulate(s, 8 * g, q, 4 * pair, x0, x1)
+                    accumulate(s, 8 * g + 4, q, 4 * pair, x2, x3)
+
+    @register_jitable
+    def soften(s, m, d_sum, o):
+        """Online softmax: turn scores into weights under the new maxima, and rescale what has been summed."""
+        for i in range(2):
+            top = m[i]
+            for n in range(2 * GROUPS):
+                top = ptx.maximum(top, ptx.maximum(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]))
+            top = over_quad(top, ptx.maximum)
+            base = shift(top)
+            alpha = state_weight(m[i], base)
+            m[i] = top
+            total = d_sum[i] * alpha
+            for n in range(2 * GROUPS):
+                for e in range(2):
+                    weight = state_weight(s[4 * n + 2 * i + e], base)
+                    s[4 * n + 2 * i + e] = weight
+                    total += weight
+            d_sum[i] = total
+            for n in range(OUT_TILES):
+                o[4 * n + 2 * i] *= alpha
+                o[4 * n + 2 * i + 1] *= alpha
+
+    @register_jitable
+    def pack_weights(s, p):
+        """Round the weights to 16 bits; a result's layout is that of the next product's left side."""
+        for n in range(4 * GROUPS):
+            p[n] = pack(s[2 * n], s[2 * n + 1])
+
+    @register_jitable
+    def multiply_values(p, o, v_tile, lane):
+        """``o += p @ v`` for all keys of the tile."""
+        base = v_tile + (lane & int32(15)) * int32(V_ROW)
+        place = ((lane >> int32(4)) ^ (lane & int32(7))) << int32(4)
+        for g in range(GROUPS):
+            for pair in range(V_ROW // 32):
+                x0, x1, x2, x3 = ptx.load_matrices_transposed(base + int32(g * 16 * V_ROW) + (place ^ int32(pair << 5)))
+                if WIDEN:
+                    for odd in range(2):
+                        select = uint32(0x3131 if odd else 0x2020)
+                        y0, y1 = ptx.permute_bytes(x0, x0, select), ptx.permute_bytes(x1, x1, select)
+                        accumulate(o, 16 * pair + 4 * odd, p, 4 * g, widen(y0), widen(y1))
+                        y2, y3 = ptx.permute_bytes(x2, x2, select), ptx.permute_bytes(x3, x3, select)
+                        accumulate(o, 16 * pair + 8 + 4 * odd, p, 4 * g, widen(y2), widen(y3))
+                else:
+                    accumulate(o, 8 * pair, p, 4 * g, x0, x1)
+                    accumulate(o, 8 * pair + 4, p, 4 * g, x2, x3)
+
+    @register_jitable
+    def has_nonfinite(v_tile, lane):
+        """Return whether any value of the tile is infinite or NaN."""
+        found = uint32(0)
+        for i in range(keys * V_ROW // 512):
+            x0, x1, x2, x3 = ptx.shared_load_4u32(v_tile + (int32(32 * i) + lane) * int32(16))
+            found |= ((x0 & PROBE_BITS) + PROBE_ADD) | ((x1 & PROBE_BITS) + PROBE_ADD)
+            found |= ((x2 & PROBE_BITS) + PROBE_ADD) | ((x3 & PROBE_BITS) + PROBE_ADD)
+        return ptx.ballot(int32(found & PROBE_HIT != uint32(0))) != uint32(0)
+
+    @register_jitable
+    def select_values(s, o, v_tile, scratch, lane):
+        """``o += s @ v`` where a weight of 0 selects its value away: 0 * NaN is never formed.
+
+        Matrix instructions cannot do that for a key that one row keeps and another drops. It runs only for a tile that
+        holds an infinity or a NaN. `scratch` is the warp's 16x16 float32 in shared memory.
+        """
+        r, c = lane >> int32(2), lane & int32(3)
+        for g in range(GROUPS):
+            for n in range(2):
+                for i in range(2):
+                    place = (r + int32(8 * i)) * int32(16) + int32(8 * n) + int32(2) * c
+                    j = 8 * g + 4 * n + 2 * i
+                    ptx.shared_store_2f32(scratch + (place << int32(2)), s[j], s[j + 1])
+            ptx.sync_warp()
+            for k in range(16):
+                key = int32(k)
+                w0 = ptx.shared_load_f32(scratch + ((r * int32(16) + key) << int32(2)))
+                w1 = ptx.shared_load_f32(scratch + (((r + int32(8)) * int32(16) + key) << int32(2)))
+                row = v_tile + (int32(16 * g) + key) * int32(V_ROW)
+                for tile in range(OUT_TILES):
+                    for e in range(2):
+                        at = out_dim(tile, e, c) * int32(ITEM)
+                        at = row + (((at >> int32(4)) ^ (key & int32(7))) << int32(4)) + (at & int32(15))
+                        if WIDEN:
+                            value, _ = unpack(widen(ptx.shared_load_u8(at)))
+                        else:
+                            value, _ = unpack(ptx.shared_load_u16(at))
+                        if w0 != float32(0):
+                            o[4 * tile + e] += w0 * value
+                        if w1 != float32(0):
+                            o[4 * tile + 2 + e] += w1 * value
+                keep_rolled()
+            ptx.sync_warp()
+
+    return SimpleNamespace(
+        K_ROW=K_ROW,
+        V_ROW=V_ROW,
+        ITEM=ITEM,
+        Q_WORDS=4 * STEPS,
+        S_NUMBERS=8 * GROUPS,
+        P_WORDS=4 * GROUPS,
+        O_NUMBERS=4 * OUT_TILES,
+        out_dim=out_dim,
+        load_query=load_query,
+        fetch=fetch,
+        multiply_keys=multiply_keys,
+        soften=soften,
+        pack_weights=pack_weights,
+        multiply_values=multiply_values,
+        has_nonfinite=has_nonfinite,
+        select_values=select_values,
+    )
