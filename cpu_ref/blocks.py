@@ -6,37 +6,23 @@ read one KV head stand together and each K and V row is read once for all of the
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
-from numba import njit, types
+from numba import njit
 from numba.extending import overload
 
 from nbattn.cpu_ref import primitives  # noqa: F401 - registers the CPU versions of exp2, tanh and idiv
 from nbattn.cpu_ref.lanes import lane_count
-from nbattn.cpu_ref.number_formats import (
-    bfloat_to_float,
-    float_to_bfloat,
-    float_to_half,
-    half_to_float,
-    load,
-    store,
-)
-from nbattn.cpu_ref.tags import TagType
 from nbattn.cpu_ref.tiles import (
     KEYS,
     score_tile_1,
     score_tile_2,
     score_tile_4,
-    softmax_block,
     value_tile_1,
     value_tile_2,
     value_tile_4,
 )
-from nbattn.scoring import exp2, state_weight
 
-FASTMATH = {"reassoc", "contract", "nsz", "arcp", "afn"}  # never nnan or ninf
-ROW_MULTIPLE = 16  # packed rows are padded to whole vectors of any width
+ROW_MULTIPLE = 16  # packed rows and head sizes are padded to whole vectors of any width
 
 
 def number_type(kind):
@@ -121,3 +107,22 @@ def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_
                 value_tile_1(kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, select, ahead)
                 done += 1
             ahead = idle
+
+
+@njit(nogil=True, error_model="numpy")
+def padded(n):
+    """Return `n` rounded up to whole vectors."""
+    return (n + ROW_MULTIPLE - 1) // ROW_MULTIPLE * ROW_MULTIPLE
+
+
+@njit(nogil=True, error_model="numpy")
+def list_coming(coming, rows, heads, head_begin, head_stride, slot_stride):
+    """List the rows of some heads of `KEYS` tokens in the order in which they lie in memory."""
+    if head_stride <= slot_stride:
+        for j in range(KEYS):
+            for head in range(heads):
+                coming[j * heads + head] = rows[j] + (head_begin + head) * head_stride
+    else:
+        for head in range(heads):
+            for j in range(KEYS):
+                coming[head * KEYS + j] = rows[j] + (head_begin + head) * head_stride

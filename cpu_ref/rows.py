@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numba import njit
 
@@ -13,13 +15,32 @@ from nbattn.cpu_ref.number_formats import (
     half_to_float,
     load_float32,
     load_float64,
+    load_uint8,
     load_uint16,
     store_float32,
     store_float64,
     store_uint16,
 )
+from nbattn.cpu_ref.problem import MASK_BOOL
+from nbattn.indexing import kv_head_of
+from nbattn.scoring import LOG2E, close_row, sigmoid
 
+FASTMATH = {"reassoc", "contract", "nsz", "arcp", "afn"}  # never nnan or ninf: -inf and NaN carry meaning
 _FLOAT32, _FLOAT16, _BFLOAT16 = DTYPE_CODE["float32"], DTYPE_CODE["float16"], DTYPE_CODE["bfloat16"]
+
+
+@njit(nogil=True, error_model="numpy")
+def read_number(address, code):
+    """Return one number of the dtype `code`, as float64."""
+    if code == _FLOAT32:
+        return np.float64(load_float32(address))
+    if code == _FLOAT16:
+        return np.float64(half_to_float(load_uint16(address)))
+    if code == _BFLOAT16:
+        return np.float64(bfloat_to_float(load_uint16(address)))
+    if code == MASK_BOOL:
+        return 0.0 if load_uint8(address) != 0 else -math.inf
+    return load_float64(address)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -55,3 +76,66 @@ def write_row(address, code, source, dim):
     else:
         for d in range(dim):
             store_float64(address + 8 * d, np.float64(source[d]))
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+def finish_row(output, row, qo_head, values, lse):
+    """Scale, gate, round and write the normalised `values` of one row and head, and its base-2 `lse`."""
+    dim = output.dim
+    if output.v_scale.shape[0] > 0:
+        scale = output.v_scale[kv_head_of(qo_head, output.group_size)]
+        for d in range(dim):
+            values[d] *= scale[d]
+    if output.gate_address != 0:
+        place = output.gate_address + row * output.gate_stride + qo_head * output.gate_head_stride
+        for d in range(dim):
+            values[d] *= sigmoid(read_number(place + output.gate_dim_stride * d, output.gate_code) * LOG2E)
+    write_row(output.address + row * output.stride + qo_head * output.head_stride, output.code, values, dim)
+    if output.lse_address != 0:
+        place = output.lse_address + row * output.lse_stride + qo_head * output.lse_head_stride
+        if output.lse_code == _FLOAT32:
+            store_float32(place, np.float32(lse * output.lse_unit))
+        else:
+            store_float64(place, np.float64(lse * output.lse_unit))
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+def load_queries(queries, row_begin, row_end, head_begin, heads, packed_rows):
+    """Pack query rows: widened, zero-padded, times the softmax scale and the key scale of their KV head."""
+    packed = 0
+    for head in range(head_begin, head_begin + heads):
+        for row in range(row_begin, row_end):
+            for member in range(queries.group_size):
+                qo_head = head * queries.group_size + member
+                target = packed_rows[packed]
+                place = queries.address + row * queries.stride + qo_head * queries.head_stride
+                read_row(target, place, queries.code, queries.dim)
+                if queries.k_scale.shape[0] > 0:
+                    for d in range(queries.dim):
+                        target[d] *= queries.k_scale[head, d]
+                for d in range(queries.dim):
+                    target[d] *= queries.scale
+                packed += 1
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+def store_rows(output, states, state, row_begin, row_end, head_begin, heads, acc, m, d_sum):
+    """Write rows to the output if nothing else contributes to them (``state < 0``), else to their partial states."""
+    packed = 0
+    for head in range(head_begin, head_begin + heads):
+        for row in range(row_begin, row_end):
+            for member in range(output.group_size):
+                qo_head = head * output.group_size + member
+                values = acc[packed, : output.dim]
+                sink = m.dtype.type(-math.inf)
+                if state < 0 and output.sinks.shape[0] > 0:
+                    sink = output.sinks[qo_head]
+                factor, lse = close_row(m[packed], d_sum[packed], sink)
+                for d in range(output.dim):
+                    values[d] *= factor
+                if state < 0:
+                    finish_row(output, row, qo_head, values, lse)
+                else:
+                    states.v[state + row - row_begin, qo_head] = values
+                    states.s[state + row - row_begin, qo_head] = lse
+                packed += 1

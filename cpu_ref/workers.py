@@ -12,12 +12,10 @@ import queue
 import threading
 import time
 
-import numpy as np
-from numba import config, njit, types
+import llvmlite.ir as ir
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
-
-import llvmlite.ir as ir
 
 _SPINS = 20_000  # about 100 microseconds of waiting in compiled code before the thread yields
 
@@ -76,7 +74,6 @@ class _Team:
 
 
 _team = _Team()
-_num_threads: int | None = None
 
 
 def _renew() -> None:
@@ -86,21 +83,6 @@ def _renew() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew)
-
-
-def get_num_threads() -> int:
-    """Return how many threads a call may use, the calling one included."""
-    return _num_threads or int(config.NUMBA_NUM_THREADS)
-
-
-def set_num_threads(n: int | None) -> None:
-    """Set how many threads a call may use; None restores the default (``NUMBA_NUM_THREADS``, else all usable cores)."""
-    global _num_threads
-    if n is not None and (not isinstance(n, (int, np.integer)) or n < 1):
-        from nbattn.errors import ContractError
-
-        raise ContractError(f"n: must be a positive int or None, got {n!r}.")
-    _num_threads = None if n is None else int(n)
 
 
 def run(kernel, num_tasks: int, num_threads: int, *arguments) -> None:

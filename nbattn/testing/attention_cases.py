@@ -67,7 +67,7 @@ class AttentionCase(CacheCase):
             window_left=self.window_left,
             chunk_size=self.chunk_size,
             logits_soft_cap=self.logits_soft_cap,
-            attn_mask=self.mask(max(np.diff(offsets), default=0), max_keys, batch_size, rng),
+            attn_mask=self.mask(int(np.diff(offsets).max(initial=0)), max_keys, batch_size, rng),
             alibi_slopes=oracle.alibi_slopes(self.num_qo_heads).astype(np.float32) if self.alibi else None,
             split_size=self.split_size,
         )

@@ -59,8 +59,8 @@ class Case:
         return "-".join([self.family, *words]).translate(str.maketrans(" ", "_", "()'"))
 
     def with_dtypes(self, q_dtype: str, kv_dtype: str | None = None) -> Any:
-        """Return the same case in other dtypes."""
-        return replace(self, q_dtype=q_dtype, **({"kv_dtype": kv_dtype} if hasattr(self, "kv_dtype") else {}))
+        """Return the same case in other dtypes; a case without a cache has no `kv_dtype`."""
+        return replace(self, q_dtype=q_dtype)
 
     def build(self, array: Callable[[np.ndarray], Any] = np.asarray) -> Problem:
         """Return the arrays and arguments; `array` moves each to its device (`to_cupy` keeps strides and gaps)."""
@@ -88,6 +88,10 @@ class CacheCase(Case):
     given_out: bool = False
     extra_rows: int = 0  # rows of q past the last offset
 
+    def with_dtypes(self, q_dtype: str, kv_dtype: str | None = None) -> Any:
+        """Return the same case in other dtypes."""
+        return replace(self, q_dtype=q_dtype, kv_dtype=kv_dtype)
+
     @property
     def num_qo_heads(self) -> int:
         """Query heads in all."""
@@ -100,7 +104,7 @@ class CacheCase(Case):
 
     def pool(self, kv_lens: tuple[int, ...], rng: Rng) -> Pool:
         """Return a random pool for requests of these lengths."""
-        form = {"heads": self.num_kv_heads, "dims": self.dims, "dtype": self.kv_dtype or self.q_dtype}
+        form: dict[str, Any] = {"heads": self.num_kv_heads, "dims": self.dims, "dtype": self.kv_dtype or self.q_dtype}
         if self.layout == "slots":
             return random_slots(rng, kv_lens, **form)
         return random_pool(rng, kv_lens, page_size=self.page_size, shared=self.shared, unmapped=self.unmapped, **form)

@@ -56,8 +56,8 @@ class Pool:
             return PagedKV.from_block_table(*caches, self.block_table(np.int32), lens, kv_layout=kv_layout)
         cache = self.cache()
         last = np.where(lens > 0, (lens - 1) % self.k.shape[1] + 1, 3).astype(np.int32)  # ignored without pages
-        table = cache.kv_indptr.astype(np.int32), cache.kv_indices.astype(np.int32), last
-        return PagedKV.from_page_table(list(caches) if layout == "list" else caches, *table, kv_layout=kv_layout)
+        indptr, ids = cache.kv_indptr.astype(np.int32), cache.kv_indices.astype(np.int32)
+        return PagedKV.from_page_table(list(caches) if layout == "list" else caches, indptr, ids, last, kv_layout)
 
     def block_table(self, dtype: Any) -> np.ndarray:
         """Return the tables as one rectangle [B, max_blocks] with ids past the end that no cache has."""

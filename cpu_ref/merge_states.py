@@ -1,0 +1,82 @@
+"""Merging attention states: the partial results of split rows, and the states that users bring.
+
+``v = sum_x 2**(s_x - top) v_x / sum_x 2**(s_x - top)`` and ``s = top + log2(sum_x 2**(s_x - top))``. A state of lse
+-inf contributes nothing, whatever its values hold; a NaN or +inf lse makes the row NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from nbattn.cpu_ref.blocks import number_type
+from nbattn.cpu_ref.number_formats import load_cache
+from nbattn.cpu_ref.rows import FASTMATH, finish_row, read_number
+from nbattn.cpu_ref.workers import next_task
+from nbattn.scoring import exp2, shift
+
+# columns of the table of sources, in bytes
+V_ADDRESS, V_ROW, V_HEAD, S_ADDRESS, S_ROW, S_HEAD = range(6)
+SOURCE_COLUMNS = 6
+ROWS_PER_TASK = 16
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+def merge_worker(kind, size, counters, num_tasks, num_heads, sources, s_code, s_unit, rows, indptr, slots, output):
+    """Merge the states of rows until no task is left; a task is `ROWS_PER_TASK` rows.
+
+    Parameters
+    ----------
+    kind : Tag
+        Dtype of the values; `size` is its bytes.
+    sources : int64 [num_sources, SOURCE_COLUMNS]
+        Where states lie. Without `indptr` row r merges row r of every source; with it the states
+        ``slots[indptr[i]:indptr[i + 1]]`` of source 0 go to row ``rows[i]``.
+    s_code, s_unit : int, float
+        Dtype of the lse and its unit: 1 for base 2, log2(e) for base e.
+    """
+    number = number_type(kind)
+    dim = output.dim
+    values = np.empty(dim, number)
+    by_slot = indptr.shape[0] > 0
+    num_rows = rows.shape[0]
+    while True:
+        task = next_task(counters, 0)
+        if task >= num_tasks:
+            return
+        for i in range(task * ROWS_PER_TASK, min((task + 1) * ROWS_PER_TASK, num_rows)):
+            row = np.int64(rows[i])
+            count = np.int64(indptr[i + 1] - indptr[i]) if by_slot else sources.shape[0]
+            for head in range(num_heads):
+                top = -math.inf
+                if output.sinks.shape[0] > 0:
+                    top = np.float64(output.sinks[head])
+                sink = top
+                for x in range(count):
+                    source = sources[0] if by_slot else sources[x]
+                    state = np.int64(slots[indptr[i] + x]) if by_slot else row
+                    s = read_number(source[S_ADDRESS] + state * source[S_ROW] + head * source[S_HEAD], s_code) * s_unit
+                    top = max(top, s)
+                top = max(top, np.float64(shift(number(top))))
+                total = exp2(number(sink - top))
+                values[:] = 0
+                for x in range(count):
+                    source = sources[0] if by_slot else sources[x]
+                    state = np.int64(slots[indptr[i] + x]) if by_slot else row
+                    s = read_number(source[S_ADDRESS] + state * source[S_ROW] + head * source[S_HEAD], s_code) * s_unit
+                    weight = exp2(number(s - top))
+                    if weight != 0:  # an empty state's values may hold anything
+                        total += weight
+                        place = source[V_ADDRESS] + state * source[V_ROW] + head * source[V_HEAD]
+                        for d in range(dim):
+                            values[d] += weight * load_cache(kind, place + d * size)
+                lse = -math.inf
+                if total != 0:
+                    lse = top + math.log2(total)
+                    inverse = number(1) / total
+                    for d in range(dim):
+                        values[d] *= inverse
+                finish_row(output, row, head, values, lse)
+        next_task(counters, 1)

@@ -1,0 +1,176 @@
+"""Attention of query rows over ranges of key positions in paged caches: decode, append, cross and cascade levels.
+
+One kernel per cache dtype and set of rules (`PLAIN`: positions only; `FULL`: soft cap, ALiBi, masks, in-kernel RoPE,
+unmapped pages). A task is one work item of the plan with some of its KV heads; it reads its keys in blocks of `KEYS`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from nbattn.cpu_ref.blocks import (
+
+    list_coming,
+    number_type,
+    padded,
+    score_heads,
+    weigh_values,
+)
+from nbattn.cpu_ref.number_formats import address_of, load_int32
+from nbattn.cpu_ref.problem import (
+    K_ADDRESS,
+    K_HEAD,
+    K_PAGE,
+    K_SLOT,
+    PAGE_IDS,
+    PAGE_SIZE,
+    V_ADDRESS,
+    V_HEAD,
+    V_PAGE,
+    V_SLOT,
+)
+from nbattn.cpu_ref.rows import FASTMATH, load_queries, store_rows
+from nbattn.cpu_ref.rules import apply_rules, scores_of_block
+from nbattn.cpu_ref.tiles import KEYS, softmax_block
+from nbattn.cpu_ref.workers import next_task
+from nbattn.indexing import page_and_slot, visible_keys
+from nbattn.work_list import (
+    CAUSAL,
+    KEY_BASE,
+    KEY_BEGIN,
+    KEY_END,
+    KEY_POSITION,
+    KV_LEN,
+    LEVEL,
+    PAGE_BEGIN,
+    ROW_BEGIN,
+    ROW_END,
+    STATE,
+)
+
+
+@njit(nogil=True, error_model="numpy")
+def find_rows(key_rows, value_rows, dropped, level, page_begin, key, n):
+    """List the K and V rows of keys ``key .. key + n`` and mark the unmapped; the rest of a block repeats the last."""
+    page_size = level[PAGE_SIZE]
+    any_dropped = False
+    page, slot = page_and_slot(key, page_size)
+    j = 0
+    while j < n:
+        page_id = np.int64(load_int32(level[PAGE_IDS] + 4 * (page_begin + page)))
+        unmapped = page_id < 0
+        if unmapped:
+            page_id = np.int64(0)
+            any_dropped = True
+        k_page = level[K_ADDRESS] + page_id * level[K_PAGE]
+        v_page = level[V_ADDRESS] + page_id * level[V_PAGE]
+        for _ in range(min(page_size - slot, n - j)):
+            key_rows[j] = k_page + slot * level[K_SLOT]
+            value_rows[j] = v_page + slot * level[V_SLOT]
+            dropped[j] = unmapped
+            slot += 1
+            j += 1
+        page += 1
+        slot = 0
+    for rest in range(n, KEYS):
+        key_rows[rest] = key_rows[n - 1]
+        value_rows[rest] = value_rows[n - 1]
+        dropped[rest] = True
+    return any_dropped
+
+
+@njit(nogil=True, error_model="numpy")
+def drop_outside(s, n, first_key, first, end, rows):
+    """Set the scores of keys outside each row's interval to -inf; return whether there were any."""
+    outside = False
+    for row in range(rows):
+        if first[row] > first_key or end[row] < first_key + n:
+            outside = True
+            for j in range(n):
+                if first_key + j < first[row] or first_key + j >= end[row]:
+                    s[j, row] = -math.inf
+    return outside
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+def paged_worker(kind, rule_tag, counters, number_kind, tasks, work, levels, max_rows, queries, output, states, rules):
+    """Take tasks until none is left.
+
+    Parameters
+    ----------
+    kind, number_kind, rule_tag : Tag
+        Cache dtype, arithmetic dtype (float32 or float64) and rules: the compile-time choices.
+    counters : int64 [2]
+        Next task, finished tasks.
+    tasks : int32 [num_tasks, 3]
+        Work item, first KV head, KV heads; `max_rows` is the most packed rows of one.
+    work : int32 [num_work, columns], levels : int64 [num_levels, LEVEL_COLUMNS]
+        The plan's work list and where each level's pages lie.
+    """
+    group = queries.group_size
+    number = number_type(kind)
+    max_heads = np.int64(tasks[:, 2].max())
+    stride = padded(max_rows + 4)  # a tile of four may write scores of up to three rows behind the last
+    q = np.zeros((max_rows + 4, padded(queries.dim)), number)
+    acc = np.empty((max_rows, padded(output.dim)), number)
+    s = np.zeros((KEYS, stride), number)
+    m, d_sum, alpha = np.empty(stride, number), np.empty(stride, number), np.empty(stride, number)
+    first, end = np.empty(max_rows, np.int64), np.empty(max_rows, np.int64)
+    qo_head, q_row, position = np.empty(max_rows, np.int64), np.empty(max_rows, np.int64), np.empty(max_rows, np.int64)
+    key_rows, value_rows = np.empty((2, KEYS), np.int64), np.empty((2, KEYS), np.int64)
+    dropped = np.zeros((2, KEYS), np.bool_)
+    k_coming, v_coming = np.empty(max_heads * KEYS, np.int64), np.empty(max_heads * KEYS, np.int64)
+    idle = np.full(KEYS, address_of(q), np.int64)
+    rotating = rules.cos.shape[0] > 0
+    rotated = np.zeros((max_heads * KEYS if rotating else 0, padded(queries.dim)), number)
+    rotated_rows = address_of(rotated) + np.arange(KEYS) * rotated.strides[0]
+    while True:
+        task = next_task(counters, 0)
+        if task >= tasks.shape[0]:
+            return
+        item, head_begin, heads = work[tasks[task, 0]], np.int64(tasks[task, 1]), np.int64(tasks[task, 2])
+        level = levels[item[LEVEL]]
+        k_head, v_head = level[K_HEAD], level[V_HEAD]
+        row_begin, row_end = np.int64(item[ROW_BEGIN]), np.int64(item[ROW_END])
+        key_position, page_begin = np.int64(item[KEY_POSITION]), np.int64(item[PAGE_BEGIN])
+        tokens = row_end - row_begin
+        rows = tokens * group
+        load_queries(queries, row_begin, row_end, head_begin, heads, q)
+        m[:], d_sum[:], acc[:] = -math.inf, 0, 0
+        s[:, heads * rows :] = 0
+        for packed in range(heads * rows):
+            q_row[packed] = row_begin + packed % rows // group
+            qo_head[packed] = (head_begin + packed // rows) * group + packed % group
+            position[packed] = rules.row_position[q_row[packed]]
+            first[packed], end[packed] = visible_keys(position[packed], key_position, np.int64(item[KV_LEN]),
+                                                      item[CAUSAL] != 0, rules.window_left, rules.chunk_size)  # fmt: skip
+        key, key_end = np.int64(item[KEY_BEGIN]), np.int64(item[KEY_END])
+        n, now = min(KEYS, key_end - key), 0
+        if n > 0:
+            find_rows(key_rows[0], value_rows[0], dropped[0], level, page_begin, key, n)
+        while n > 0:
+            n_next = min(KEYS, key_end - key - n)
+            if n_next > 0:
+                find_rows(key_rows[1 - now], value_rows[1 - now], dropped[1 - now], level, page_begin, key + n, n_next)
+            after = 1 - now if n_next > 0 else now
+            list_coming(k_coming, key_rows[after], heads, head_begin, k_head, level[K_SLOT])
+            list_coming(v_coming, value_rows[after], heads, head_begin, v_head, level[V_SLOT])
+            for j in range(KEYS):
+                key_rows[now, j] += head_begin * k_head
+                value_rows[now, j] += head_begin * v_head
+            scores_of_block(rule_tag, kind, number_kind, rules, q, heads, rows, key_rows[now], k_head, queries.dim, s,
+                            k_coming, idle, rotated, rotated_rows, head_begin, key_position + key, n)  # fmt: skip
+            select = apply_rules(rule_tag, kind, rules, s, n, heads * rows, key, np.int64(item[KEY_BASE]), key_position,
+                                 dropped[now], qo_head, q_row, position)  # fmt: skip
+            select |= drop_outside(s, n, key, first, end, heads * rows)
+            softmax_block(kind, address_of(s), s.strides[0], n, padded(heads * rows), address_of(m), address_of(d_sum),
+                          address_of(alpha))  # fmt: skip
+            weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(s), s.strides[0],
+                         address_of(value_rows[now]), v_head, n, output.dim, address_of(alpha), np.int64(select),
+                         address_of(v_coming), address_of(idle))  # fmt: skip
+            key, n, now = key + n, n_next, 1 - now
+        store_rows(output, states, np.int64(item[STATE]), row_begin, row_end, head_begin, heads, acc, m, d_sum)
+        next_task(counters, 1)

@@ -1,0 +1,132 @@
+"""The rules beyond positions: soft cap, ALiBi, masks, unmapped pages and keys rotated inside attention."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+from numba.extending import overload
+
+from nbattn.cpu_ref.blocks import number_type, score_heads
+from nbattn.cpu_ref.number_formats import address_of, itemsize, load_cache
+from nbattn.cpu_ref.rows import FASTMATH, read_number
+from nbattn.cpu_ref.tiles import KEYS
+from nbattn.scoring import LOG2E, alibi_bias, rotate_pair, soft_cap
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+def _cap_scores(kind, rules, s, n, rows):
+    cap = number_type(kind)(rules.soft_cap)
+    for j in range(n):
+        for row in range(rows):
+            s[j, row] = soft_cap(s[j, row], cap)
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+def _add_alibi(kind, rules, s, n, rows, key_position, qo_head, position):
+    for row in range(rows):
+        slope = rules.slopes[qo_head[row]]
+        for j in range(n):
+            s[j, row] += alibi_bias(slope, number_type(kind)(key_position + j - position[row]))
+
+
+@njit(nogil=True, error_model="numpy")
+def _apply_mask(rules, s, n, rows, key, qo_head, q_row):
+    """Add an additive mask or select with a boolean one; `key` is the first key's index in the request."""
+    b, h, i, k = rules.mask_strides
+    dropped = False
+    for row in range(rows):
+        request, index = np.int64(rules.row_request[q_row[row]]), np.int64(rules.row_index[q_row[row]])
+        if request < 0:  # a row without keys of its own in the last level has no mask
+            continue
+        place = rules.mask_address + request * b + qo_head[row] * h + index * i
+        for j in range(n):
+            bias = read_number(place + (key + j) * k, rules.mask_code)
+            if bias == -math.inf:
+                s[j, row] = -math.inf
+                dropped = True
+            else:
+                s[j, row] += bias * LOG2E
+    return dropped
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+def _rotate_keys(kind, rules, rotated, key_rows, heads, head_begin, k_head_stride, size, dim, key_position, n):
+    """Scale and rotate the K rows of a block in half-split pairs into ``rotated[head * KEYS + j]``."""
+    half = dim // 2
+    scaled = rules.k_scale.shape[0] > 0
+    for head in range(heads):
+        for j in range(KEYS):
+            target = rotated[head * KEYS + j]
+            place = key_rows[j] + head * k_head_stride
+            for d in range(dim):
+                target[d] = load_cache(kind, place + d * size)
+            if scaled:
+                for d in range(dim):
+                    target[d] *= rules.k_scale[head_begin + head, d]
+            position = key_position + min(j, n - 1) - rules.origin
+            cos, sin = rules.cos[position], rules.sin[position]
+            for d in range(half):
+                target[d], target[d + half] = rotate_pair(target[d], target[d + half], cos[d], sin[d])
+
+
+def scores_of_block(rule_tag, kind, number_kind, rules, q, heads, rows, key_rows, k_head_stride, dim, s, coming, idle,
+                    rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
+    """Fill ``s[j, row]`` with the raw scores of a block; with `FULL` rules keys may be rotated first."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(scores_of_block)
+def _scores_of_block(rule_tag, kind, number_kind, rules, q, heads, rows, key_rows, k_head_stride, dim, s, coming, idle,
+                     rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
+    size = itemsize(kind.tag)
+
+    def plain(rule_tag, kind, number_kind, rules, q, heads, rows, key_rows, k_head_stride, dim, s, coming, idle,
+              rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
+        score_heads(kind, address_of(q), q.strides[0], heads, rows, address_of(key_rows), k_head_stride, dim,
+                    address_of(s), s.strides[0], address_of(coming), address_of(idle))  # fmt: skip
+
+    def full(rule_tag, kind, number_kind, rules, q, heads, rows, key_rows, k_head_stride, dim, s, coming, idle,
+             rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
+        if rules.cos.shape[0] == 0:
+            score_heads(kind, address_of(q), q.strides[0], heads, rows, address_of(key_rows), k_head_stride, dim,
+                        address_of(s), s.strides[0], address_of(coming), address_of(idle))  # fmt: skip
+        else:
+            _rotate_keys(kind, rules, rotated, key_rows, heads, head_begin, k_head_stride, size, dim, key_position, n)
+            score_heads(number_kind, address_of(q), q.strides[0], heads, rows, address_of(rotated_rows),
+                        KEYS * rotated.strides[0], dim, address_of(s), s.strides[0], address_of(coming),
+                        address_of(idle))  # fmt: skip
+
+    return plain if rule_tag.tag == "plain" else full
+
+
+def apply_rules(rule_tag, kind, rules, s, n, rows, key, key_base, key_position, dropped, qo_head, q_row, position):
+    """Turn raw scores of a block into final ones; return whether a key was dropped for some row."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(apply_rules)
+def _apply_rules(rule_tag, kind, rules, s, n, rows, key, key_base, key_position, dropped, qo_head, q_row, position):
+    if rule_tag.tag == "plain":
+        return lambda rule_tag, kind, rules, s, n, rows, key, key_base, key_position, dropped, qo_head, q_row, position: (
+            False
+        )
+
+    def full(rule_tag, kind, rules, s, n, rows, key, key_base, key_position, dropped, qo_head, q_row, position):
+        if rules.soft_cap > 0:
+            _cap_scores(kind, rules, s, n, rows)
+        if rules.slopes.shape[0] > 0:
+            _add_alibi(kind, rules, s, n, rows, key_position + key, qo_head, position)
+        any_dropped = False
+        if rules.mask_address != 0:
+            any_dropped = _apply_mask(rules, s, n, rows, key_base + key, qo_head, q_row)
+        for j in range(n):
+            if dropped[j]:
+                any_dropped = True
+                s[j, :rows] = -math.inf
+        return any_dropped
+
+    return full
+
+

@@ -1,0 +1,261 @@
+"""How the engine's problems run on the CPU: arrays become addresses, work lists become tasks of the worker team."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbattn.arrays import dtype_name
+from nbattn.cpu_ref import workers
+from nbattn.cpu_ref.gather_attention import gather_worker
+from nbattn.cpu_ref.merge_states import ROWS_PER_TASK, SOURCE_COLUMNS, merge_worker
+from nbattn.cpu_ref.number_formats import DTYPE_CODE
+from nbattn.cpu_ref.paged_attention import paged_worker
+from nbattn.cpu_ref.prepare_query import ROWS_PER_TASK as PREPARED_PER_TASK
+from nbattn.cpu_ref.prepare_query import prepare_worker
+from nbattn.cpu_ref.problem import LEVEL_COLUMNS, MASK_BOOL, Output, Queries, Rules, States
+from nbattn.cpu_ref.tags import CACHE_KINDS, FULL, PLAIN
+from nbattn.planning import Plan, Tiling
+from nbattn.problem import Level, Preparation, Problem
+from nbattn.rotary import rope_planes
+from nbattn.scoring import LN2, LOG2E
+from nbattn.threads import get_num_threads
+from nbattn.work_list import KEY_BEGIN, KEY_END, ROW_BEGIN, ROW_END, WorkList, build_gather_work
+
+FEW_ROWS = 16  # packed rows of a KV head up to which a task takes all heads, so that tokens are read in order
+MANY_ROWS = 128  # packed rows of a task with one head: its accumulators and queries stay in L2
+SERIAL_NANOSECONDS = 60_000  # work below it is done before a second thread has started
+READ_RATE, DOT_RATE = 16.0, 50.0  # bytes and multiply-adds per nanosecond of one thread, roughly
+
+
+def tiling(levels: tuple[Level, ...], num_qo_heads: int) -> Tiling:
+    """Return how work is cut for this target."""
+    group = num_qo_heads // levels[0].kv.num_kv_heads
+    longest = max(int(np.diff(level.qo_indptr).max(initial=0)) for level in levels)
+    tokens = longest if longest * group <= FEW_ROWS else max(1, MANY_ROWS // group)
+    return Tiling(max(1, tokens), get_num_threads())
+
+
+def run_paged(problem: Problem, plan: Plan) -> None:
+    """Run a paged problem: write `problem.out` and `problem.lse`."""
+    kv, options = problem.levels[0].kv, problem.options
+    number = problem.number
+    work = plan.work_list.work
+    q, scale = _prepared_query(problem, plan)
+    rules, full = _rules(problem, plan)
+    folded = options.k_scale is not None and options.rope is None
+    queries = _queries(problem, q, scale, options.k_scale if folded else None)
+    output, keep = _output(problem)
+    states = _states(problem, plan.work_list)
+    levels = np.stack([_level_row(level) for level in problem.levels])
+    tasks, max_rows = _tasks(work, problem.num_qo_heads // kv.num_kv_heads, kv.num_kv_heads)
+    cost = (work[:, KEY_END] - work[:, KEY_BEGIN]).astype(np.int64)
+    read = int(cost.sum()) * kv.num_kv_heads * (kv.head_dim_qk + kv.head_dim_vo)
+    dots = int((cost * (work[:, ROW_END] - work[:, ROW_BEGIN])).sum()) * problem.num_qo_heads
+    dots *= kv.head_dim_qk + kv.head_dim_vo
+    if len(tasks):
+        workers.run(
+            paged_worker, len(tasks), _threads(read * kv.k.dtype.itemsize, dots),
+            CACHE_KINDS[kv.kv_dtype], FULL if full else PLAIN, np.zeros(2, np.int64), CACHE_KINDS[str(number)],
+            tasks, work, levels, max_rows, queries, output, states, rules,
+        )  # fmt: skip
+    _merge_splits(problem, plan.work_list, output, states)
+    del keep
+
+
+def run_gather(problem: Problem, token_indices: np.ndarray, counts: np.ndarray, split_size: int | None) -> None:
+    """Run a gather problem: write `problem.out` and `problem.lse`."""
+    level = problem.levels[0]
+    kv, options = level.kv, problem.options
+    lists = np.ascontiguousarray(token_indices, dtype=np.int32) if token_indices.dtype != np.int32 else token_indices
+    clamped = np.clip(counts.astype(np.int64), 0, token_indices.shape[1])
+    work_list = build_gather_work(
+        kv.kv_lens, kv.kv_indptr[:-1], level.qo_indptr, clamped, problem.q.shape[0],
+        split_size=split_size, workers=get_num_threads(),
+    )  # fmt: skip
+    queries = _queries(problem, problem.q, options.sm_scale * LOG2E, options.k_scale)
+    output, keep = _output(problem)
+    states = _states(problem, work_list)
+    entries = int(clamped[int(level.qo_indptr[0]) : int(level.qo_indptr[-1])].sum())
+    numbers = entries * kv.num_kv_heads * (kv.head_dim_qk + kv.head_dim_vo)
+    if len(work_list.work):
+        workers.run(
+            gather_worker, len(work_list.work),
+            _threads(numbers * kv.k.dtype.itemsize, numbers * queries.group_size),
+            CACHE_KINDS[kv.kv_dtype], kv.num_kv_heads, np.zeros(2, np.int64), work_list.work, lists, _level_row(level),
+            queries, output, states,
+        )  # fmt: skip
+    _merge_splits(problem, work_list, output, states)
+    del keep
+
+
+def run_merge(
+    sources: list[tuple[np.ndarray, np.ndarray]], v: np.ndarray, s: np.ndarray, lse_base: str, rows: np.ndarray
+) -> None:
+    """Merge the states of `sources`, pairs ``(v [n, heads, dim], s [n, heads])``, of the given rows into (v, s)."""
+    if v.shape[1] == 0 or len(rows) == 0:
+        return
+    number = np.dtype(np.float64 if v.dtype == np.float64 else np.float32)
+    table = np.zeros((len(sources), SOURCE_COLUMNS), np.int64)
+    for row, (v_x, s_x) in zip(table, sources, strict=True):
+        row[:] = v_x.ctypes.data, *v_x.strides[:2], s_x.ctypes.data, *s_x.strides
+    nothing = np.zeros(0, np.int32)
+    output = Output(
+        v.ctypes.data, DTYPE_CODE[dtype_name(v)], *v.strides[:2], v.shape[2], 1,
+        s.ctypes.data, DTYPE_CODE[dtype_name(s)], *s.strides, 1.0 if lse_base == "2" else LN2,
+        np.zeros(0, number), np.zeros((0, 0), number), 0, 0, 0, 0, 0,
+    )  # fmt: skip
+    unit = 1.0 if lse_base == "2" else LOG2E
+    s_code = DTYPE_CODE[dtype_name(sources[0][1])] if sources else 0
+    bytes_read = len(rows) * len(sources) * v.shape[1] * v.shape[2] * v.dtype.itemsize
+    _run_merge(dtype_name(v), len(rows), bytes_read, v.shape[1], table, s_code, unit, rows, nothing, nothing, output)
+
+
+def _merge_splits(problem: Problem, work_list: WorkList, output: Output, states: States) -> None:
+    if len(work_list.merge_rows) == 0:
+        return
+    v, s = states
+    table = np.array([[v.ctypes.data, *v.strides[:2], s.ctypes.data, *s.strides]], np.int64)
+    name = str(problem.number)
+    _run_merge(
+        name, len(work_list.merge_rows), v.nbytes, problem.num_qo_heads, table, DTYPE_CODE[name], 1.0,
+        work_list.merge_rows, work_list.merge_indptr, work_list.merge_slots, output,
+    )  # fmt: skip
+
+
+def _run_merge(kind: str, num_rows: int, bytes_read: int, num_heads: int, *rest: Any) -> None:
+    tasks = -(-num_rows // ROWS_PER_TASK)
+    size = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[kind]
+    workers.run(
+        merge_worker, tasks, _threads(bytes_read, bytes_read // size),
+        CACHE_KINDS[kind], size, np.zeros(2, np.int64), tasks, num_heads, *rest,
+    )  # fmt: skip
+
+
+def _threads(bytes_read: int, dots: int) -> int:
+    """Return how many threads a piece of work is worth."""
+    return 1 if max(bytes_read / READ_RATE, dots / DOT_RATE) < SERIAL_NANOSECONDS else get_num_threads()
+
+
+def _tasks(work: np.ndarray, group: int, num_kv_heads: int) -> tuple[np.ndarray, int]:
+    """Return int32 [num_tasks, 3] of (work item, first KV head, KV heads), and the packed rows of the largest."""
+    rows = (work[:, ROW_END] - work[:, ROW_BEGIN]) * group
+    heads = np.where(rows <= FEW_ROWS, num_kv_heads, 1)
+    per_item = num_kv_heads // heads
+    item = np.repeat(np.arange(len(work)), per_item)
+    first = np.arange(len(item)) - np.repeat(np.cumsum(per_item) - per_item, per_item)
+    tasks = np.column_stack([item, first, heads[item]]).astype(np.int32)
+    return tasks, int((rows * heads).max(initial=0))
+
+
+def _level_row(level: Level) -> np.ndarray:
+    kv = level.kv
+    row = np.zeros(LEVEL_COLUMNS, np.int64)
+    row[:] = (
+        kv.k.ctypes.data, *kv.k.strides[:3], kv.v.ctypes.data, *kv.v.strides[:3],
+        kv.kv_indices.ctypes.data, kv.page_size, kv.num_pages,
+    )  # fmt: skip
+    return row
+
+
+def _queries(problem: Problem, q: np.ndarray, scale: float, k_scale: Any) -> Queries:
+    kv, number = problem.levels[0].kv, problem.number
+    return Queries(
+        q.ctypes.data, DTYPE_CODE[dtype_name(q)], *q.strides[:2], kv.head_dim_qk,
+        problem.num_qo_heads // kv.num_kv_heads, number.type(scale),
+        _per_kv_head(k_scale, kv.num_kv_heads, kv.head_dim_qk, number),
+    )  # fmt: skip
+
+
+def _output(problem: Problem) -> tuple[Output, Any]:
+    """Return the output description and whatever must live as long as it."""
+    kv, options, number = problem.levels[0].kv, problem.options, problem.number
+    out, lse, gate = problem.out, problem.lse, options.output_gate
+    return Output(
+        out.ctypes.data, DTYPE_CODE[dtype_name(out)], *out.strides[:2], kv.head_dim_vo,
+        problem.num_qo_heads // kv.num_kv_heads,
+        *((0, 0, 0, 0) if lse is None else (lse.ctypes.data, DTYPE_CODE[dtype_name(lse)], *lse.strides)),
+        1.0 if options.lse_base == "2" else LN2,
+        _log2_units(options.sinks, number), _per_kv_head(options.v_scale, kv.num_kv_heads, kv.head_dim_vo, number),
+        *((0, 0, 0, 0, 0) if gate is None else _gate(gate)),
+    ), (out, lse, gate)  # fmt: skip
+
+
+def _gate(gate: np.ndarray) -> tuple[int, int, int, int, int]:
+    step = 0 if gate.shape[2] == 1 else gate.strides[2]
+    return gate.ctypes.data, DTYPE_CODE[dtype_name(gate)], gate.strides[0], gate.strides[1], step
+
+
+def _states(problem: Problem, work_list: WorkList) -> States:
+    shape = (work_list.num_states, problem.num_qo_heads)
+    return States(np.empty((*shape, problem.levels[0].kv.head_dim_vo), problem.number), np.empty(shape, problem.number))
+
+
+def _per_kv_head(scale: Any, num_kv_heads: int, dim: int, number: np.dtype) -> np.ndarray:
+    if scale is None:
+        return np.zeros((0, 0), number)
+    wide = np.asarray(scale).astype(np.float64)
+    return np.ascontiguousarray(np.broadcast_to(wide, (num_kv_heads, dim)).astype(number))
+
+
+def _log2_units(values: Any, number: np.dtype) -> np.ndarray:
+    return np.zeros(0, number) if values is None else (values.astype(np.float64) * LOG2E).astype(number)
+
+
+def _rules(problem: Problem, plan: Plan) -> tuple[Rules, bool]:
+    """Return the rules, and whether any goes beyond positions."""
+    options, number, kv = problem.options, problem.number, problem.levels[0].kv
+    places, mask = plan.places, options.attn_mask
+    mask_code, strides = 0, (0, 0, 0, 0)
+    if mask is not None:
+        mask_code = MASK_BOOL if mask.dtype == np.bool_ else DTYPE_CODE[dtype_name(mask)]
+        strides = tuple(0 if n == 1 else stride for n, stride in zip(mask.shape, mask.strides, strict=True))
+    cos = sin = np.zeros((0, 0), number)
+    origin = 0
+    if options.rope is not None:
+        origin, cos, sin = _rope_planes(problem, plan)
+    unmapped = any(bool((level.kv.kv_indices < 0).any()) for level in problem.levels)
+    full = unmapped or any(x is not None for x in (mask, options.alibi_slopes, options.rope)) or options.soft_cap > 0
+    rules = Rules(
+        places.row_position, options.window_left, options.chunk_size, number.type(options.soft_cap * LOG2E),
+        _log2_units(options.alibi_slopes, number), 0 if mask is None else mask.ctypes.data, mask_code, strides,
+        places.row_request, places.row_index, cos, sin, origin,
+        _per_kv_head(options.k_scale if options.rope is not None else None, kv.num_kv_heads, kv.head_dim_qk, number),
+    )  # fmt: skip
+    return rules, full
+
+
+def _rope_planes(problem: Problem, plan: Plan) -> tuple[int, np.ndarray, np.ndarray]:
+    """Return planes that cover every position of a row or a key."""
+    rows, places = plan.places.row_position, plan.places
+    begin, end = int(rows.min(initial=0)), int(rows.max(initial=0)) + 1
+    for start, level in zip(places.key_position, problem.levels, strict=True):
+        end = max(end, int(start.max(initial=0)) + int(level.kv.kv_lens.max(initial=0)))
+        begin = min(begin, int(start.min(initial=begin)))
+    return rope_planes(problem.options.rope, problem.levels[0].kv.head_dim_qk, begin, end, problem.number)
+
+
+def _prepared_query(problem: Problem, plan: Plan) -> tuple[np.ndarray, float]:
+    """Return q ready for its dot products and the scale still to be applied."""
+    options, prepare = problem.options, problem.options.prepare
+    if options.rope is not None:
+        origin, cos, sin = _rope_planes(problem, plan)
+        prepare = Preparation(cos=cos, sin=sin, positions=plan.places.row_position, origin=origin)
+    scale = options.sm_scale * LOG2E
+    if prepare is None:
+        return problem.q, scale
+    number, rows = problem.number, plan.num_rows
+    prepared = np.empty((rows, *problem.q.shape[1:]), number)
+    none = np.zeros((0, 0), number)
+    tasks = -(-rows // PREPARED_PER_TASK)
+    workers.run(
+        prepare_worker, tasks, _threads(prepared.nbytes, prepared.size),
+        _queries(problem, problem.q, 1.0, None), problem.num_qo_heads, np.zeros(2, np.int64), tasks,
+        none.reshape(-1) if prepare.gain is None else prepare.gain.astype(number), prepare.eps,
+        none if prepare.cos is None else prepare.cos.astype(number, copy=False),
+        none if prepare.sin is None else prepare.sin.astype(number, copy=False),
+        prepare.origin, np.zeros(rows, np.int32) if prepare.positions is None else prepare.positions,
+        prepare.interleaved, prepared,
+    )  # fmt: skip
+    return prepared, scale

@@ -1,0 +1,277 @@
+"""Every rule an attention call must keep, checked once; behind it nothing checks again.
+
+Each function takes an argument's name, refuses what breaks its rule and returns the rest in one form. Messages read
+*argument: rule, got value. Hint.*
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import sys
+from typing import Any
+
+import numpy as np
+
+from nbattn.arrays import (
+    QUANTIZED_DTYPES,
+    QUERY_DTYPES,
+    Array,
+    accumulator_dtype,
+    common_library,
+    dtype_from_name,
+    dtype_name,
+    library_of,
+    require_array,
+)
+from nbattn.errors import ContractError, TargetError
+from nbattn.kv_cache import PagedKV
+from nbattn.page_tables import host_int64, require_index_array
+from nbattn.problem import Level
+
+OUT_DTYPES = ("float16", "bfloat16", "float32")
+LSE_BASES = ("2", "e")
+
+
+def check_query(q: Array, kv: PagedKV) -> str:
+    """Check q against a cache and return the library of both."""
+    require_array("q", q)
+    if not isinstance(kv, PagedKV):
+        raise ContractError(f"kv: must be a PagedKV, got {type(kv).__name__}. Make one with PagedKV.from_slots(...).")
+    if q.ndim != 3:
+        raise ContractError(f"q: must be [total_q, num_qo_heads, head_dim], got shape {q.shape}.")
+    if dtype_name(q) not in QUERY_DTYPES:
+        raise ContractError(f"q: must be one of {', '.join(QUERY_DTYPES)}, got {dtype_name(q)}.")
+    library = common_library(q=q, k=kv.k)
+    if q.shape[2] != kv.head_dim_qk:
+        raise ContractError(f"q: must have the keys' head size {kv.head_dim_qk}, got {q.shape[2]}.")
+    if kv.num_kv_heads == 0 or q.shape[1] == 0 or q.shape[1] % kv.num_kv_heads:
+        raise ContractError(
+            f"q: must have a positive multiple of {kv.num_kv_heads} (num_kv_heads) heads, got {q.shape[1]}."
+        )
+    check_last_axis("q", q)
+    if kv.kv_dtype != dtype_name(q) and not (kv.kv_dtype in QUANTIZED_DTYPES and dtype_name(q) != "float64"):
+        raise ContractError(
+            f"k, v: must have q's dtype {dtype_name(q)}"
+            + ("" if dtype_name(q) == "float64" else f" or one of {', '.join(QUANTIZED_DTYPES)}")
+            + f", got {kv.kv_dtype}."
+        )
+    if library != "numpy" and dtype_name(q) == "float64":
+        raise TargetError("q: float64 runs on the CPU only, got a CuPy array. Use float32 or cupy.asnumpy(q).")
+    return library
+
+
+def check_last_axis(name: str, x: Array) -> None:
+    """Require that the last axis is contiguous: rows are read as vectors."""
+    if x.shape[-1] > 1 and x.strides[-1] != x.dtype.itemsize:
+        raise ContractError(f"{name}: the last axis must be contiguous, got strides {x.strides} bytes.")
+
+
+def check_offsets(
+    name: str, offsets: Array | None, batch: int, num_rows: int, *, first: bool, library: str
+) -> np.ndarray:
+    """Return query offsets [batch + 1] as host int64: non-decreasing, from 0 (`first`), at most `num_rows`."""
+    if offsets is None:
+        if batch > num_rows:
+            raise ContractError(f"q: must have a row for each of the {batch} requests, got {num_rows} rows.")
+        return np.arange(batch + 1)
+    values = host_int64(name, offsets, library)
+    if values.shape != (batch + 1,):
+        raise ContractError(f"{name}: must be [{batch + 1}] (batch + 1), got shape {values.shape}.")
+    if values[0] < 0 or (first and values[0] != 0):
+        raise ContractError(f"{name}[0]: must be {'0' if first else 'at least 0'}, got {values[0]}.")
+    falls = np.flatnonzero(values[1:] < values[:-1])
+    if len(falls):
+        i = int(falls[0])
+        raise ContractError(f"{name}[{i + 1}]: must not be below {name}[{i}] = {values[i]}, got {values[i + 1]}.")
+    if values[-1] > num_rows:
+        raise ContractError(f"{name}[-1]: must be at most {num_rows} (rows of q), got {values[-1]}.")
+    return values
+
+
+def check_levels(levels: Any, q: Array) -> tuple[tuple[Level, ...], str]:
+    """Return the levels with host offsets, and the library of all arrays."""
+    if not isinstance(levels, (list, tuple)) or not levels:
+        raise ContractError(f"levels: must be a non-empty list of Level, got {levels!r}.")
+    checked = []
+    for i, level in enumerate(levels):
+        if not isinstance(level, Level):
+            raise ContractError(f"levels[{i}]: must be a Level, got {type(level).__name__}.")
+        library = check_query(q, level.kv)
+        kv, kv_0 = level.kv, levels[0].kv
+        for what in ("num_kv_heads", "head_dim_qk", "head_dim_vo", "kv_dtype"):
+            if getattr(kv, what) != getattr(kv_0, what):
+                raise ContractError(
+                    f"levels[{i}].kv: must have level 0's {what} {getattr(kv_0, what)}, got {getattr(kv, what)}."
+                )
+        name = "qo_indptr" if len(levels) == 1 else f"levels[{i}].qo_indptr"
+        offsets = check_offsets(name, level.qo_indptr, kv.batch_size, q.shape[0], first=len(levels) == 1, library=library)
+        checked.append(Level(kv, offsets, bool(level.causal)))
+    return tuple(checked), library
+
+
+def check_number(name: str, value: Any, *, positive: bool = False) -> float:
+    """Return a real, finite number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ContractError(f"{name}: must be a finite number, got {value!r}.")
+    if positive and value < 0:
+        raise ContractError(f"{name}: must not be negative, got {value!r}.")
+    return float(value)
+
+
+def check_int(name: str, value: Any, *, at_least: int | None = None) -> int:
+    """Return an integer."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ContractError(f"{name}: must be an int, got {value!r}.")
+    if at_least is not None and value < at_least:
+        raise ContractError(f"{name}: must be at least {at_least}, got {value}.")
+    return int(value)
+
+
+def check_sm_scale(sm_scale: Any, head_dim: int) -> float:
+    """Return the softmax scale: given (0 included), or ``1 / sqrt(head_dim)``."""
+    return 1.0 / math.sqrt(head_dim) if sm_scale is None else check_number("sm_scale", sm_scale)
+
+
+def check_heads_vector(name: str, x: Array | None, num_heads: int, library: str) -> Array | None:
+    """Check a float vector with one entry per query head."""
+    if x is None:
+        return None
+    require_array(name, x)
+    if library_of(x) != library:
+        raise ContractError(f"{name}: must live where q does ({library}), got {library_of(x)}.")
+    if x.shape != (num_heads,):
+        raise ContractError(f"{name}: must be [{num_heads}] (num_qo_heads), got shape {x.shape}.")
+    if dtype_name(x) not in QUERY_DTYPES:
+        raise ContractError(f"{name}: must be a float dtype, got {dtype_name(x)}.")
+    return x
+
+
+def check_scale(name: str, scale: Any, num_kv_heads: int, dim: int, library: str) -> Any:
+    """Check a cache scale: None, a number, or an array that broadcasts to [num_kv_heads, dim]."""
+    if scale is None or isinstance(scale, numbers.Real):
+        return None if scale is None else check_number(name, scale)
+    require_array(name, scale)
+    if library_of(scale) != library:
+        raise ContractError(f"{name}: must live where q does ({library}), got {library_of(scale)}.")
+    if dtype_name(scale) not in QUERY_DTYPES:
+        raise ContractError(f"{name}: must be a float dtype, got {dtype_name(scale)}.")
+    if scale.size == 1:
+        return scale.reshape(1, 1)
+    try:
+        fits = np.broadcast_shapes(scale.shape, (num_kv_heads, dim)) == (num_kv_heads, dim)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ContractError(
+            f"{name}: must broadcast to [{num_kv_heads}, {dim}] (num_kv_heads, head_dim), got shape {scale.shape}."
+        )
+    return scale
+
+
+def check_mask(mask: Array | None, levels: tuple[Level, ...], num_heads: int, library: str) -> Array | None:
+    """Return the mask as a 4-D view that broadcasts to [batch, num_qo_heads, max rows, max keys]."""
+    if mask is None:
+        return None
+    require_array("attn_mask", mask)
+    if library_of(mask) != library:
+        raise ContractError(f"attn_mask: must live where q does ({library}), got {library_of(mask)}.")
+    if dtype_name(mask) not in ("bool", *QUERY_DTYPES):
+        raise ContractError(f"attn_mask: must be bool (True = keep) or a float dtype, got {dtype_name(mask)}.")
+    if not 1 <= mask.ndim <= 4:
+        raise ContractError(f"attn_mask: must have 1 to 4 dimensions, got {mask.ndim}.")
+    batch = len(levels[-1].qo_indptr) - 1
+    rows = int(np.diff(levels[-1].qo_indptr).max(initial=0))
+    keys = sum(int(level.kv.kv_lens.max(initial=0)) for level in levels)
+    view = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    exact = (view.shape[0] in (1, batch), view.shape[1] in (1, num_heads))
+    enough = (view.shape[2] == 1 or view.shape[2] >= rows, view.shape[3] == 1 or view.shape[3] >= keys)
+    if not all(exact + enough):
+        raise ContractError(
+            f"attn_mask: must broadcast to [{batch} or 1, {num_heads} or 1, {rows}, {keys}] "
+            f"(requests, heads, rows, keys; surplus rows and keys are not read), got shape {mask.shape}."
+        )
+    return view
+
+
+def check_row_ints(
+    name: str, values: Array | None, length: int, library: str, *, at_least: int | None = None
+) -> np.ndarray | None:
+    """Return one host int64 per request or row, or None."""
+    if values is None:
+        return None
+    ints = host_int64(name, values, library)
+    if ints.shape != (length,):
+        raise ContractError(f"{name}: must be [{length}], got shape {ints.shape}.")
+    low = np.flatnonzero(ints < at_least) if at_least is not None else ()
+    if len(low):
+        raise ContractError(f"{name}[{low[0]}]: must be at least {at_least}, got {ints[low[0]]}.")
+    return ints
+
+
+def check_gate(gate: Array | None, shape: tuple[int, int, int], library: str) -> Array | None:
+    """Return the output gate as a 3-D view that broadcasts to the output."""
+    if gate is None:
+        return None
+    require_array("output_gate", gate)
+    if library_of(gate) != library:
+        raise ContractError(f"output_gate: must live where q does ({library}), got {library_of(gate)}.")
+    if dtype_name(gate) not in QUERY_DTYPES:
+        raise ContractError(f"output_gate: must be a float dtype, got {dtype_name(gate)}.")
+    view = gate[..., None] if gate.ndim == 2 else gate
+    if view.ndim != 3 or view.shape[:2] != shape[:2] or view.shape[2] not in (1, shape[2]):
+        raise ContractError(f"output_gate: must be {list(shape[:2])} or {list(shape)}, got shape {gate.shape}.")
+    return view
+
+
+def check_results(
+    q: Array, head_dim_vo: int, out: Any, lse: Any, out_dtype: Any, return_lse: bool, base: str
+) -> tuple[Array, Array | None]:
+    """Return (out, lse or None): what was given if it fits, else new arrays of 0 and -inf."""
+    if base not in LSE_BASES:
+        raise ContractError(f'lse_base: must be "2" or "e", got {base!r}.')
+    dtype = q.dtype if out_dtype is None else dtype_from_name(out_dtype)
+    if str(dtype) not in (*OUT_DTYPES, dtype_name(q)):
+        raise ContractError(f"out_dtype: must be one of {', '.join(OUT_DTYPES)} or q's dtype, got {dtype}.")
+    library = library_of(q)
+    new = np if library == "numpy" else sys.modules["cupy"]
+    shape = (q.shape[0], q.shape[1], head_dim_vo)
+    lse_dtype = accumulator_dtype(dtype_name(q))
+    for name, x, want_shape, want_dtype in (("out", out, shape, dtype), ("lse", lse, shape[:2], lse_dtype)):
+        if x is None:
+            continue
+        require_array(name, x)
+        if library_of(x) != library:
+            raise ContractError(f"{name}: must live where q does ({library}), got {library_of(x)}.")
+        if x.shape != want_shape or x.dtype != want_dtype:
+            raise ContractError(
+                f"{name}: must be {want_dtype} of shape {list(want_shape)}, got {x.dtype} of shape {list(x.shape)}."
+            )
+        if library == "numpy" and not x.flags.writeable:
+            raise ContractError(f"{name}: must be writable, got a read-only array.")
+    if out is None:
+        out = new.zeros(shape, dtype)
+    check_last_axis("out", out)
+    if lse is None and return_lse:
+        lse = new.full(shape[:2], -np.inf, lse_dtype)
+    return out, lse
+
+
+def check_soft_cap(cap: Any) -> float:
+    """Return the soft cap, 0 for none."""
+    return 0.0 if cap is None else check_number("logits_soft_cap", cap, positive=True)
+
+
+def check_cache_scale(name: str, scale: Any, kv: PagedKV, dim: int, library: str) -> Any:
+    """Check a cache's scale; an int8 cache cannot be read without."""
+    if scale is None and kv.kv_dtype == "int8":
+        raise ContractError(f"{name}: must be given for an int8 cache, got None.")
+    return check_scale(name, scale, kv.num_kv_heads, dim, library)
+
+
+def check_selection(name: str, x: Array, lead: tuple[int, ...], ndim: int, library: str) -> Array:
+    """Check an index list whose first axis has one entry per query row; values are judged by the kernel."""
+    require_index_array(name, x, ndim, library)
+    if x.shape[:1] != lead:
+        raise ContractError(f"{name}: must have {lead[0]} rows (rows of q), got shape {x.shape}.")
+    return x

@@ -1,0 +1,146 @@
+"""From a checked problem to its target: plans, and the choice of CPU or CUDA by what the arrays are."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from nbattn import contracts
+from nbattn.arrays import Array
+from nbattn.errors import ContractError, TargetError
+from nbattn.kv_cache import PagedKV
+from nbattn.planning import Plan, PlanRules
+from nbattn.problem import Level, Problem
+
+Result = Array | tuple[Array, Array]
+
+
+def backend(target: str) -> ModuleType:
+    """Return the module that runs problems on a target."""
+    if target == "cpu":
+        return import_module("nbattn.cpu_ref.target")
+    try:
+        return import_module("nbattn.cuda_kernels.target")
+    except ImportError as error:
+        raise TargetError(
+            f"target: the CUDA kernels cannot be loaded, {error}. Install them with: pip install 'nbattn[cuda13]'."
+        ) from error
+
+
+def run(problem: Problem, plan: Plan | None, split_size: int | None, return_lse: bool) -> Result:
+    """Run a checked paged problem: plan it unless a plan is given, and hand it to its target."""
+    kernels = backend(problem.target)
+    options = problem.options
+    rules = PlanRules(
+        problem.num_qo_heads,
+        tuple(level.causal for level in problem.levels),
+        options.window_left,
+        options.chunk_size,
+        None if split_size is None else contracts.check_int("split_size", split_size, at_least=1),
+    )
+    num_rows = max(int(level.qo_indptr[-1]) for level in problem.levels)
+    if plan is None:
+        plan = Plan(
+            problem.levels, num_rows, rules, kernels.tiling(problem.levels, problem.num_qo_heads),
+            kv_start=options.kv_start,
+            q_positions=None if options.q_positions is None else options.q_positions[:num_rows],
+        )  # fmt: skip
+    elif not isinstance(plan, Plan):
+        raise ContractError(f"plan: must be a Plan, got {type(plan).__name__}. Make one with nbattn.plan(...).")
+    else:
+        plan.check_call(rules, problem.levels, problem.q.shape[0])
+    kernels.run_paged(problem, plan)
+    return (problem.out, problem.lse) if return_lse else problem.out
+
+
+def plan(
+    kv_or_levels: PagedKV | list[Level],
+    qo_indptr: Array | None = None,
+    *,
+    num_qo_heads: int,
+    causal: bool = True,
+    split_size: int | None = None,
+    max_kv_len: int | None = None,
+    max_num_pages: int | None = None,
+    window_left: int = -1,
+    chunk_size: int | None = None,
+    kv_start: Array | None = None,
+    q_positions: Array | None = None,
+) -> Plan:
+    """Plan attention for a set of lengths once and use it for many calls, e.g. the layers of a model.
+
+    Parameters
+    ----------
+    kv_or_levels : PagedKV or list of Level
+        What `paged_attention` or `cascade_attention` will be given; only its tables are read.
+    qo_indptr : int array, shape [batch + 1], optional
+        Rows of each request, with a `PagedKV`.
+    num_qo_heads : int
+        Query heads of the calls.
+    causal : bool
+        As in the calls, with a `PagedKV`; levels say their own.
+    split_size : int, optional
+        Keys of one split; None balances the work over the target.
+    max_kv_len, max_num_pages : int, optional
+        Longest request, and most page-table entries of a level, that `Plan.update` must have room for; by default what
+        the plan needs now.
+    window_left, chunk_size, kv_start, q_positions
+        As in the calls.
+
+    Returns
+    -------
+    Plan
+        Pass it as ``plan=``; `Plan.update` refills it for new lengths.
+
+    Examples
+    --------
+    >>> import numpy as np, nbattn
+    >>> k = np.ones((2, 8, 1, 4), np.float32)
+    >>> kv = nbattn.PagedKV.from_slots(k, k, np.array([8, 3]))
+    >>> plan = nbattn.plan(kv, num_qo_heads=2)
+    >>> nbattn.paged_attention(np.ones((2, 2, 4), np.float32), kv, plan=plan)[1, 1].tolist()
+    [1.0, 1.0, 1.0, 1.0]
+    """
+    levels, num_rows, start, positions = planned_levels(kv_or_levels, qo_indptr, causal, kv_start, q_positions)
+    num_qo_heads = contracts.check_int("num_qo_heads", num_qo_heads, at_least=1)
+    kv = levels[0].kv
+    if num_qo_heads % kv.num_kv_heads:
+        raise ContractError(f"num_qo_heads: must be a multiple of {kv.num_kv_heads} (num_kv_heads), got {num_qo_heads}.")
+    rules = PlanRules(
+        num_qo_heads,
+        tuple(level.causal for level in levels),
+        max(-1, contracts.check_int("window_left", window_left)),
+        0 if chunk_size is None else contracts.check_int("chunk_size", chunk_size, at_least=1),
+        None if split_size is None else contracts.check_int("split_size", split_size, at_least=1),
+    )
+    longest = None if max_kv_len is None else contracts.check_int("max_kv_len", max_kv_len, at_least=0)
+    pages = None if max_num_pages is None else contracts.check_int("max_num_pages", max_num_pages, at_least=0)
+    kernels = backend("cpu" if kv.library == "numpy" else "cuda")
+    return Plan(levels, num_rows, rules, kernels.tiling(levels, num_qo_heads), kv_start=start, q_positions=positions,
+                max_kv_len=longest, max_num_pages=pages)  # fmt: skip
+
+
+def planned_levels(
+    kv_or_levels: Any, qo_indptr: Any, causal: bool, kv_start: Any, q_positions: Any
+) -> tuple[tuple[Level, ...], int, np.ndarray | None, np.ndarray | None]:
+    """Return (levels with host offsets, rows they cover, kv_start, q_positions) of what a plan is made from."""
+    given = kv_or_levels if isinstance(kv_or_levels, (list, tuple)) else [Level(kv_or_levels, qo_indptr, causal)]
+    checked = []
+    for i, level in enumerate(given):
+        if not isinstance(level, Level) or not isinstance(level.kv, PagedKV):
+            raise ContractError(f"kv_or_levels: must be a PagedKV or a list of Level, got {type(kv_or_levels).__name__}.")
+        name = "qo_indptr" if len(given) == 1 else f"levels[{i}].qo_indptr"
+        offsets = contracts.check_offsets(
+            name, level.qo_indptr, level.kv.batch_size, 2**31 - 1, first=len(given) == 1, library=level.kv.library
+        )
+        checked.append(Level(level.kv, offsets, bool(level.causal)))
+    if not checked:
+        raise ContractError("kv_or_levels: must hold at least one Level, got an empty list.")
+    num_rows = max(int(level.qo_indptr[-1]) for level in checked)
+    library = checked[-1].kv.library
+    start = contracts.check_row_ints("kv_start", kv_start, checked[-1].kv.batch_size, library, at_least=0)
+    positions = contracts.check_row_ints("q_positions", q_positions, num_rows, library)
+    return tuple(checked), num_rows, start, positions

@@ -1,0 +1,248 @@
+"""`paged_attention` and `cascade_attention`: query rows over ranges of positions of one cache or of several levels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbattn import contracts
+from nbattn.arrays import Array, confirm_target
+from nbattn.engine import run
+from nbattn.errors import ContractError
+from nbattn.kv_cache import PagedKV
+from nbattn.planning import Plan
+from nbattn.problem import Level, Options, Preparation, Problem, Rope
+
+Result = Array | tuple[Array, Array]
+
+
+def paged_attention(
+    q: Array,
+    kv: PagedKV,
+    qo_indptr: Array | None = None,
+    *,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    chunk_size: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Array | None = None,
+    attn_mask: Array | None = None,
+    alibi_slopes: Array | None = None,
+    rope: Rope | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_start: Array | None = None,
+    q_positions: Array | None = None,
+    plan: Plan | None = None,
+    split_size: int | None = None,
+    out_dtype: Any = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    return_lse: bool = False,
+    lse_base: str = "2",
+    target: str | None = None,
+) -> Result:
+    """Attend with ragged query rows over a paged KV cache: decode, append, cross attention.
+
+    ``out[row, h] = softmax(q[row, h] @ K.T * sm_scale + bias) @ V`` over the keys that the row keeps; query head `h`
+    reads KV head ``h // (num_qo_heads // num_kv_heads)``.
+
+    Parameters
+    ----------
+    q : array, shape [total_q, num_qo_heads, head_dim_qk], float16 | bfloat16 | float32 | float64 (CPU only)
+        Query rows of all requests, one after another.
+    kv : PagedKV
+        The cache; its dtype is q's, or float8_e4m3fn, float8_e5m2 or int8 beside a 16-bit or float32 q.
+    qo_indptr : int array, shape [batch + 1], optional
+        Request b owns rows ``qo_indptr[b]`` to ``qo_indptr[b + 1]``. None: one row per request (decode).
+    causal : bool
+        Keep keys at positions up to the row's own. Row i of n stands at ``kv_start + kv_len - n + i``.
+    sm_scale : float, optional
+        Softmax scale, ``1 / sqrt(head_dim_qk)`` by default. 0 is honoured.
+    window_left : int
+        Keep keys at positions from ``p - window_left``: ``window_left + 1`` keys with the row's own. Negative is off.
+    chunk_size : int, optional
+        Keep keys whose ``position // chunk_size`` is the row's.
+    logits_soft_cap : float, optional
+        ``cap * tanh(score / cap)`` before any bias. None and 0 are off.
+    sinks : float array, shape [num_qo_heads], optional
+        Logit of a virtual key without value, natural-log units; counted in the lse.
+    attn_mask : bool or float array, broadcasting to [batch, num_qo_heads, max rows, max keys], optional
+        True keeps; floats are added to the score and -inf drops.
+    alibi_slopes : float array, shape [num_qo_heads], optional
+        Adds ``slope * (key position - row position)``.
+    rope : Rope, optional
+        Rotate q and keys at their positions.
+    k_scale, v_scale : float or array broadcasting to [num_kv_heads, head_dim], optional
+        The cache holds ``k / k_scale`` and ``v / v_scale``. Required for int8.
+    kv_start : int array, shape [batch], optional
+        Position of each request's first key, 0 by default.
+    q_positions : int array, shape [total_q], optional
+        Position of each row, instead of the rule above.
+    plan : Plan, optional
+        A plan made by `nbattn.plan` for these lengths and options.
+    split_size : int, optional
+        Keys of one split of a long range; with it results do not depend on the batch around a request.
+    out_dtype : dtype, optional
+        float16, bfloat16, float32 or q's own (default).
+    out, lse : array, optional
+        Where to write: exactly the shapes and dtypes that are returned.
+    return_lse : bool
+        Return ``(out, lse)``.
+    lse_base : {"2", "e"}
+        Unit of the lse.
+    target : {"cpu", "cuda", "gpu"}, optional
+        Confirms what the arrays say; never moves anything.
+
+    Returns
+    -------
+    out : array, shape [total_q, num_qo_heads, head_dim_vo]
+        0 in rows that keep no key. Rows that `qo_indptr` does not cover stay untouched in a given `out`.
+    lse : array, shape [total_q, num_qo_heads], float32 (float64 for float64 inputs)
+        Log-sum-exp of the scores, -inf where no key is kept. Only with `return_lse`.
+
+    Raises
+    ------
+    ContractError
+        If an argument breaks a rule; nothing is written.
+    TargetError
+        If the target cannot run here.
+
+    Notes
+    -----
+    The same inputs give the same bits, run after run. Accumulation is in float32 (float64 for float64).
+
+    Examples
+    --------
+    >>> import numpy as np, nbattn
+    >>> k = np.zeros((1, 4, 1, 2), np.float32)
+    >>> v = np.arange(8, dtype=np.float32).reshape(1, 4, 1, 2)
+    >>> kv = nbattn.PagedKV.from_slots(k, v, np.array([3]))
+    >>> nbattn.paged_attention(np.ones((1, 1, 2), np.float32), kv)
+    array([[[2., 3.]]], dtype=float32)
+    """
+    return cascade_attention(
+        q, [Level(kv, qo_indptr, causal)], sm_scale=sm_scale, window_left=window_left, chunk_size=chunk_size,
+        logits_soft_cap=logits_soft_cap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes, rope=rope,
+        k_scale=k_scale, v_scale=v_scale, kv_start=kv_start, q_positions=q_positions, plan=plan, split_size=split_size,
+        out_dtype=out_dtype, out=out, lse=lse, return_lse=return_lse, lse_base=lse_base, target=target,
+    )  # fmt: skip
+
+
+def cascade_attention(
+    q: Array,
+    levels: list[Level],
+    *,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    chunk_size: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Array | None = None,
+    attn_mask: Array | None = None,
+    alibi_slopes: Array | None = None,
+    rope: Rope | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_start: Array | None = None,
+    q_positions: Array | None = None,
+    plan: Plan | None = None,
+    split_size: int | None = None,
+    out_dtype: Any = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    return_lse: bool = False,
+    lse_base: str = "2",
+    target: str | None = None,
+) -> Result:
+    """Attend over several levels of keys that share prefixes, as over their concatenation.
+
+    The keys of a level stand after those of the levels above it, for every row; level 0 is the root. Options are those
+    of `paged_attention`; `kv_start`, `attn_mask` and the row positions refer to the requests of the last level, and the
+    mask's key axis runs over all levels.
+
+    Parameters
+    ----------
+    q : array, shape [total_q, num_qo_heads, head_dim_qk]
+        Query rows; every level's `qo_indptr` refers to them.
+    levels : list of Level
+        Caches (they may lie in different pools), offsets and causality. A row outside a level's offsets gets nothing
+        from it.
+
+    Returns
+    -------
+    out, lse
+        As `paged_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, nbattn
+    >>> shared = np.zeros((1, 6, 1, 2), np.float32)
+    >>> own = np.ones((2, 4, 1, 2), np.float32)
+    >>> levels = [
+    ...     nbattn.Level(nbattn.PagedKV.from_slots(shared, shared, np.array([6])), np.array([0, 2])),
+    ...     nbattn.Level(nbattn.PagedKV.from_slots(own, own, np.array([2, 0])), causal=True),
+    ... ]
+    >>> nbattn.cascade_attention(np.zeros((2, 1, 2), np.float32), levels)[:, 0, 0].tolist()
+    [0.25, 0.0]
+    """
+    return attend(
+        q, levels, sm_scale=sm_scale, window_left=window_left, chunk_size=chunk_size, logits_soft_cap=logits_soft_cap,
+        sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes, rope=rope, k_scale=k_scale, v_scale=v_scale,
+        kv_start=kv_start, q_positions=q_positions, plan=plan, split_size=split_size, out_dtype=out_dtype, out=out,
+        lse=lse, return_lse=return_lse, lse_base=lse_base, target=target,
+    )  # fmt: skip
+
+
+def attend(
+    q: Array,
+    levels: list[Level],
+    *,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    chunk_size: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Array | None = None,
+    attn_mask: Array | None = None,
+    alibi_slopes: Array | None = None,
+    rope: Rope | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_start: Array | None = None,
+    q_positions: Array | None = None,
+    prepare: Preparation | None = None,
+    plan: Plan | None = None,
+    split_size: int | None = None,
+    out_dtype: Any = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    return_lse: bool = False,
+    lse_base: str = "2",
+    target: str | None = None,
+) -> Result:
+    """Check and run `cascade_attention`; operator faces may also pass a `prepare` for q, which they have checked."""
+    checked, library = contracts.check_levels(levels, q)
+    name = confirm_target(target, library)
+    kv, batch = checked[-1].kv, len(checked[-1].qo_indptr) - 1
+    num_heads, dim_qk, dim_vo = q.shape[1], kv.head_dim_qk, kv.head_dim_vo
+    if rope is not None and not isinstance(rope, Rope):
+        raise ContractError(f"rope: must be a nbattn.Rope, got {type(rope).__name__}.")
+    if rope is not None and dim_qk % 2:
+        raise ContractError(f"rope: needs an even head size, got {dim_qk}.")
+    options = Options(
+        sm_scale=contracts.check_sm_scale(sm_scale, dim_qk),
+        window_left=max(-1, contracts.check_int("window_left", window_left)),
+        chunk_size=0 if chunk_size is None else contracts.check_int("chunk_size", chunk_size, at_least=1),
+        soft_cap=contracts.check_soft_cap(logits_soft_cap),
+        sinks=contracts.check_heads_vector("sinks", sinks, num_heads, library),
+        attn_mask=contracts.check_mask(attn_mask, checked, num_heads, library),
+        alibi_slopes=contracts.check_heads_vector("alibi_slopes", alibi_slopes, num_heads, library),
+        rope=rope,
+        k_scale=contracts.check_cache_scale("k_scale", k_scale, kv, dim_qk, library),
+        v_scale=contracts.check_cache_scale("v_scale", v_scale, kv, dim_vo, library),
+        kv_start=contracts.check_row_ints("kv_start", kv_start, batch, library, at_least=0),
+        q_positions=contracts.check_row_ints("q_positions", q_positions, q.shape[0], library),
+        prepare=prepare,
+        lse_base=lse_base,
+    )
+    results = contracts.check_results(q, dim_vo, out, lse, out_dtype, return_lse, lse_base)
+    return run(Problem(name, q, checked, options, *results), plan, split_size, return_lse)

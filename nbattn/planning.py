@@ -1,0 +1,128 @@
+"""`Plan`: a work list that many calls share, and the rules under which it may be reused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from nbattn.errors import ContractError
+from nbattn.work_list import LevelLengths, Positions, WorkList, build_work, place_rows
+
+
+@dataclass(frozen=True)
+class PlanRules:
+    """The options that shape a work list."""
+
+    num_qo_heads: int
+    causal: tuple[bool, ...]
+    window_left: int = -1
+    chunk_size: int = 0
+    split_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a target cuts: most query rows of one item, and how many items should run at once."""
+
+    tokens: int
+    workers: int
+
+
+class Plan:
+    """A work list for a set of lengths, to be reused over many calls (the layers of a model); made by `nbattn.plan`.
+
+    Attributes
+    ----------
+    work_list : WorkList
+    places : Positions
+    num_rows : int
+        Query rows that the levels' offsets cover.
+    on_target : object
+        What the target made of the work list: its tasks or its device buffers.
+    """
+
+    def __init__(self, levels: tuple[Any, ...], num_rows: int, rules: PlanRules, tiling: Tiling, *,
+                 kv_start: Any = None, q_positions: Any = None, max_kv_len: int | None = None,
+                 max_num_pages: int | None = None):  # fmt: skip
+        self.rules, self.tiling, self.num_rows = rules, tiling, num_rows
+        self.capacity: dict[str, int] = {}
+        self.on_target: Any = None
+        self._fill(levels, kv_start, q_positions)
+        capacity = self._sizes(levels)
+        if max_kv_len is not None:
+            longest = [replace(x, kv_lens=np.full_like(x.kv_lens, max_kv_len)) for x in self.lengths]
+            sizes = self._build(longest, place_rows(longest, num_rows, kv_start, q_positions)).sizes()
+            capacity.update({key: max(capacity[key], size) for key, size in sizes.items()})
+        if max_num_pages is not None:
+            capacity["page-table entries"] = max(capacity["page-table entries"], max_num_pages)
+        self.capacity = capacity
+
+    def update(self, kv_or_levels: Any, qo_indptr: Any = None, *, kv_start: Any = None, q_positions: Any = None) -> None:
+        """Refill the plan for new lengths, tables or offsets; replayed graphs see it.
+
+        Parameters
+        ----------
+        kv_or_levels, qo_indptr, kv_start, q_positions
+            As for `nbattn.plan`.
+
+        Raises
+        ------
+        ContractError
+            If the new work does not fit the plan's capacity (see ``max_kv_len`` of `nbattn.plan`).
+        """
+        from nbattn.engine import planned_levels
+
+        levels, num_rows, start, positions = planned_levels(
+            kv_or_levels, qo_indptr, self.rules.causal[-1], kv_start, q_positions
+        )
+        if num_rows > self.num_rows or len(levels) != len(self.rules.causal):
+            raise ContractError(
+                f"Plan.update: must keep {len(self.rules.causal)} level(s) and at most {self.num_rows} rows, "
+                f"got {len(levels)} and {num_rows}."
+            )
+        before = self.lengths, self.places, self.work_list
+        self._fill(levels, start, positions)
+        sizes = self._sizes(levels)
+        over = [key for key in sizes if sizes[key] > self.capacity[key]]
+        if over:
+            self.lengths, self.places, self.work_list = before
+            raise ContractError(
+                f"Plan.update: needs {sizes[over[0]]} {over[0]}, the plan holds {self.capacity[over[0]]}. "
+                "Plan with a larger max_kv_len or max_num_pages."
+            )
+        if self.on_target is not None:
+            self.on_target.refill(self, levels)
+
+    def _sizes(self, levels: tuple[Any, ...]) -> dict[str, int]:
+        entries = max(int(level.kv.kv_indptr[-1]) for level in levels)
+        return {**self.work_list.sizes(), "page-table entries": entries}
+
+    def _fill(self, levels: tuple[Any, ...], kv_start: Any, q_positions: Any) -> None:
+        self.lengths = [
+            LevelLengths(level.kv.kv_lens, level.kv.kv_indptr[:-1], level.qo_indptr, level.causal) for level in levels
+        ]
+        self.places = place_rows(self.lengths, self.num_rows, kv_start, q_positions)
+        self.work_list = self._build(self.lengths, self.places)
+
+    def _build(self, lengths: list[LevelLengths], places: Positions) -> WorkList:
+        return build_work(
+            lengths, places, window_left=self.rules.window_left, chunk_size=self.rules.chunk_size,
+            split_size=self.rules.split_size, tile_tokens=self.tiling.tokens, workers=self.tiling.workers,
+        )  # fmt: skip
+
+    def check_call(self, rules: PlanRules, levels: tuple[Any, ...], num_rows: int) -> None:
+        """Refuse a call whose options or tables are not the planned ones."""
+        for field in fields(PlanRules):
+            planned, given = getattr(self.rules, field.name), getattr(rules, field.name)
+            if planned != given and not (field.name == "split_size" and given is None):
+                raise ContractError(f"{field.name}: must be the plan's {planned}, got {given}. Plan with the same options.")
+        if num_rows < self.num_rows:
+            raise ContractError(f"q: must have at least the plan's {self.num_rows} rows, got {num_rows}.")
+        for i, (level, planned) in enumerate(zip(levels, self.lengths, strict=True)):
+            same = level.kv.kv_lens is planned.kv_lens or np.array_equal(level.kv.kv_lens, planned.kv_lens)
+            if not (same and np.array_equal(level.qo_indptr, planned.qo_indptr)):
+                raise ContractError(
+                    f"plan: must be made for the lengths and offsets of this call, level {i} differs. Call plan.update(...)."
+                )

@@ -1,0 +1,139 @@
+"""The vocabulary of a checked attention call: levels of keys, options in one form, and where results go."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nbattn.arrays import Array, accumulator_dtype, dtype_name
+from nbattn.errors import ContractError
+from nbattn.kv_cache import PagedKV
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position encoding inside attention: q and k are rotated in half-split pairs.
+
+    Pair ``i`` of a head of size D turns by ``position * theta**(-2 i / D) / scale``.
+
+    Parameters
+    ----------
+    theta : float
+        Base of the frequencies, positive.
+    scale : float
+        Divides every angle, positive (position interpolation).
+
+    Examples
+    --------
+    >>> Rope(theta=5e5).scale
+    1.0
+    """
+
+    theta: float = 1e4
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("theta", "scale"):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Real) or not value > 0 or math.isinf(value):
+                raise ContractError(f"rope.{name}: must be a positive finite number, got {value!r}.")
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """One level of a cascade: a cache, the query rows of each of its requests, and whether rows see only their past.
+
+    Parameters
+    ----------
+    kv : PagedKV
+        Keys and values of the level's requests.
+    qo_indptr : int array, shape [batch + 1], optional
+        Request b owns rows ``qo_indptr[b]`` to ``qo_indptr[b + 1]``; None is one row per request. It may start
+        above 0: rows outside get nothing from this level.
+    causal : bool
+        Keep only keys up to the row's own position.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbattn import Level, PagedKV
+    >>> k = np.zeros((1, 8, 1, 4), np.float32)
+    >>> Level(PagedKV.from_slots(k, k, np.array([8])), np.array([0, 3])).causal
+    False
+    """
+
+    kv: PagedKV
+    qo_indptr: Array | None = None
+    causal: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Preparation:
+    """What is done to q before attention: RMS norm per head, then rotation of its first ``2 * cos.shape[1]`` numbers.
+
+    Parameters
+    ----------
+    cos, sin : float array, shape [positions, rotary_dim / 2], or None
+        Planes whose row 0 belongs to position `origin`.
+    positions : int array, shape [total_q]
+        Rotary position of each row.
+    interleaved : bool
+        Pairs ``(2d, 2d + 1)`` instead of ``(d, d + rotary_dim / 2)``.
+    gain : float array, shape [head_dim], or None
+        Gain of the norm; `eps` is added to the mean square.
+    """
+
+    cos: Array | None = None
+    sin: Array | None = None
+    positions: Array | None = None
+    origin: int = 0
+    interleaved: bool = False
+    gain: Array | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The score options in one form: numbers where a default or None was given, arrays as they came."""
+
+    sm_scale: float
+    window_left: int = -1
+    chunk_size: int = 0
+    soft_cap: float = 0.0
+    sinks: Array | None = None
+    attn_mask: Array | None = None  # 4-D
+    alibi_slopes: Array | None = None
+    rope: Rope | None = None
+    k_scale: Any = None  # broadcasts to [num_kv_heads, head_dim]
+    v_scale: Any = None
+    kv_start: np.ndarray | None = None  # int64 [batch] on the host
+    q_positions: np.ndarray | None = None  # int64 [total_q] on the host
+    output_gate: Array | None = None  # 3-D
+    prepare: Preparation | None = None
+    lse_base: str = "2"
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A checked call: everything an engine needs, nothing left to doubt."""
+
+    target: str
+    q: Array
+    levels: tuple[Level, ...]  # qo_indptr as int64 host arrays
+    options: Options
+    out: Array
+    lse: Array | None
+
+    @property
+    def number(self) -> np.dtype:
+        """The dtype of scores and states."""
+        return accumulator_dtype(dtype_name(self.q))
+
+    @property
+    def num_qo_heads(self) -> int:
+        """Query heads."""
+        return self.q.shape[1]

@@ -1,0 +1,307 @@
+"""From lengths to a work list: which rows meet which keys, where partial results go and how they are merged.
+
+Pure functions of host integers, shared by both targets. A cascade level and a piece of a long key range are the same
+thing here: a *split* of a row's keys. Rows that only one split reaches are written directly, the others through
+partial states that are merged once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nbattn.indexing import visible_keys
+
+# columns of the work list
+LEVEL, ROW_BEGIN, ROW_END, KEY_BEGIN, KEY_END, PAGE_BEGIN, KEY_POSITION, KEY_BASE, KV_LEN, STATE, CAUSAL = range(11)
+WORK_COLUMNS = 11
+
+GATHER_ROW, LIST_BEGIN, LIST_END, GATHER_PAGE_BEGIN, GATHER_KV_LEN, GATHER_STATE = range(6)  # gather_attention's
+GATHER_COLUMNS = 6
+
+KEY_ALIGNMENT = 16  # a range trimmed by a window starts at a whole block of keys, so values do not depend on the tile
+SMALLEST_SPLIT = 64  # keys; below it a state costs more than it saves
+SPLITS_PER_WORKER = 4  # work items a worker should find when the split size is automatic
+
+
+@dataclass(frozen=True)
+class LevelLengths:
+    """The host integers of one level.
+
+    Parameters
+    ----------
+    kv_lens, page_begin : int array, shape [batch]
+        Keys of each request and where its page ids start.
+    qo_indptr : int array, shape [batch + 1]
+        Query rows of each request.
+    causal : bool
+        Whether rows see only keys up to their position.
+    """
+
+    kv_lens: np.ndarray
+    page_begin: np.ndarray
+    qo_indptr: np.ndarray
+    causal: bool
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where rows and keys stand.
+
+    Parameters
+    ----------
+    row_position : int32 array, shape [total_rows]
+        Absolute position of each query row.
+    row_request, row_index : int32 array, shape [total_rows]
+        Request of the last level a row belongs to, and its index among that request's rows; -1 and 0 for others.
+    key_base : list of int64 array, shape [total_rows]
+        Per level: how many keys of the levels above precede its key 0, for each row.
+    key_position : list of int64 array, shape [total_rows]
+        Per level: absolute position of its key 0, for each row.
+    covered : bool array, shape [total_rows]
+        Rows that some level reaches.
+    """
+
+    row_position: np.ndarray
+    row_request: np.ndarray
+    row_index: np.ndarray
+    key_base: list[np.ndarray]
+    key_position: list[np.ndarray]
+    covered: np.ndarray
+
+
+@dataclass(frozen=True)
+class WorkList:
+    """What the kernels run: see the module's constants for the columns of `work`, all arrays int32.
+
+    Row ``merge_rows[i]`` is the merge of the states ``merge_slots[merge_indptr[i]:merge_indptr[i + 1]]``, in that
+    order; without states it is an empty row.
+    """
+
+    work: np.ndarray
+    merge_rows: np.ndarray
+    merge_indptr: np.ndarray
+    merge_slots: np.ndarray
+    num_states: int
+    max_tokens: int
+
+    def sizes(self) -> dict[str, int]:
+        """Return what a plan's buffers must hold."""
+        return {"work items": len(self.work), "states": self.num_states, "merged rows": len(self.merge_rows)}
+
+
+def place_rows(levels: list[LevelLengths], total_rows: int, kv_start: Any = None, q_positions: Any = None) -> Positions:
+    """Return where every row and every level's key 0 stand."""
+    rows = np.arange(total_rows)
+    covered = np.zeros(total_rows, bool)
+    keys_above = np.zeros(total_rows, np.int64)
+    key_base = []
+    for level in levels:
+        first, last = int(level.qo_indptr[0]), int(level.qo_indptr[-1])
+        key_base.append(keys_above.copy())
+        counts = np.diff(level.qo_indptr)
+        request = np.full(total_rows, -1)
+        request[first:last] = np.repeat(np.arange(len(counts)), counts)
+        keys_above[first:last] += np.repeat(level.kv_lens, counts)
+        covered[first:last] = True
+    index = np.zeros(total_rows, np.int64)
+    new_rows = np.ones(total_rows, np.int64)
+    index[first:last] = rows[first:last] - np.repeat(level.qo_indptr[:-1], counts)
+    new_rows[first:last] = np.repeat(counts, counts)
+    start = np.zeros(total_rows, np.int64)
+    if kv_start is not None:
+        start[first:last] = np.repeat(np.asarray(kv_start, np.int64), counts)
+    position = start + keys_above - new_rows + index if q_positions is None else np.asarray(q_positions, np.int64)
+    return Positions(
+        position.astype(np.int32),
+        request.astype(np.int32),
+        index.astype(np.int32),
+        key_base,
+        [base + start for base in key_base],
+        covered,
+    )
+
+
+def build_work(
+    levels: list[LevelLengths],
+    places: Positions,
+    *,
+    window_left: int = -1,
+    chunk_size: int = 0,
+    split_size: int | None = None,
+    tile_tokens: int = 1,
+    workers: int = 1,
+    trim: bool = True,
+) -> WorkList:
+    """Cut every level's rows into tiles and their keys into splits.
+
+    Parameters
+    ----------
+    levels, places
+        Lengths and positions.
+    window_left, chunk_size : int
+        The positional rules; keys that no row of a tile sees are not visited.
+    split_size : int, optional
+        Keys of one split, counted from the level's first key; None balances the work over `workers`.
+    tile_tokens : int
+        Most query rows of one item.
+    workers : int
+        How many tasks run at once.
+    trim : bool
+        False where row positions are unknown on the host: all keys are visited.
+    """
+    runs = [_runs_of_level(i, level, places, tile_tokens) for i, level in enumerate(levels)]
+    items = np.concatenate(runs) if runs else np.zeros((0, WORK_COLUMNS), np.int64)
+    if trim:
+        _trim(items, places.row_position, window_left, chunk_size)
+    items = items[items[:, KEY_END] > items[:, KEY_BEGIN]]
+    items = _split(items, split_size, workers)
+    max_tokens = int((items[:, ROW_END] - items[:, ROW_BEGIN]).max(initial=1))
+    merge_rows, merge_indptr, merge_slots, num_states = _assign_states(items, places.covered)
+    cost = (items[:, KEY_END] - items[:, KEY_BEGIN]) * (items[:, ROW_END] - items[:, ROW_BEGIN])
+    longest_first = np.argsort(-cost, kind="stable")
+    work = items[longest_first].astype(np.int32)
+    return WorkList(work, merge_rows, merge_indptr, merge_slots, num_states, max_tokens)
+
+
+def _runs_of_level(number: int, level: LevelLengths, places: Positions, tile_tokens: int) -> np.ndarray:
+    """Return one item per tile of rows that share their request and the position of its key 0."""
+    first, last = int(level.qo_indptr[0]), int(level.qo_indptr[-1])
+    counts = np.diff(level.qo_indptr)
+    if last - first == len(counts) and number == 0 and counts.max(initial=0) <= 1:  # decode: one row, one tile
+        begin, end, request = level.qo_indptr[:-1], level.qo_indptr[1:], np.arange(len(counts))
+    else:
+        request_of_row = np.repeat(np.arange(len(counts)), counts)
+        start_of_row = places.key_position[number][first:last]
+        changes = (np.diff(request_of_row) != 0) | (np.diff(start_of_row) != 0)
+        begin = np.concatenate([[0], np.flatnonzero(changes) + 1]) if last > first else np.zeros(0, np.int64)
+        end = np.append(begin[1:], last - first) if last > first else begin
+        tiles = -(-(end - begin) // tile_tokens)
+        run = np.repeat(np.arange(len(begin)), tiles)
+        ordinal = np.arange(len(run)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+        begin, end = begin[run] + ordinal * tile_tokens, np.minimum(begin[run] + (ordinal + 1) * tile_tokens, end[run])
+        request = request_of_row[begin]
+        begin, end = begin + first, end + first
+    items = np.zeros((len(begin), WORK_COLUMNS), np.int64)
+    items[:, LEVEL], items[:, ROW_BEGIN], items[:, ROW_END] = number, begin, end
+    items[:, KV_LEN] = items[:, KEY_END] = level.kv_lens[request]
+    items[:, PAGE_BEGIN] = level.page_begin[request]
+    items[:, KEY_POSITION] = places.key_position[number][begin]
+    items[:, KEY_BASE] = places.key_base[number][begin]
+    items[:, CAUSAL] = level.causal
+    return items
+
+
+def _trim(items: np.ndarray, row_position: np.ndarray, window_left: int, chunk_size: int) -> None:
+    """Narrow each item's keys to those that some of its rows sees."""
+    if len(items) == 0:
+        return
+    begins, ends = items[:, ROW_BEGIN], items[:, ROW_END]
+    single = ends - begins == 1
+    lowest = highest = row_position[begins].astype(np.int64)
+    if not single.all():
+        positions = np.append(row_position, 0).astype(np.int64)  # so that an end may equal the number of rows
+        ranges = np.column_stack([begins, ends]).ravel()  # the even results of reduceat are the ranges
+        lowest = np.minimum.reduceat(positions, ranges)[::2]
+        highest = np.maximum.reduceat(positions, ranges)[::2]
+    all_seen = highest - items[:, KEY_POSITION] + 1 >= items[:, KV_LEN]
+    if window_left < 0 and chunk_size == 0:
+        narrowed = np.flatnonzero((items[:, CAUSAL] != 0) & ~all_seen)
+    else:
+        narrowed = np.arange(len(items))
+    for i in narrowed:
+        where = int(items[i, KEY_POSITION]), int(items[i, KV_LEN]), bool(items[i, CAUSAL]), window_left, chunk_size
+        first, _ = visible_keys(int(lowest[i]), *where)
+        _, end = visible_keys(int(highest[i]), *where)
+        items[i, KEY_BEGIN] = min(first, end) // KEY_ALIGNMENT * KEY_ALIGNMENT if first < end else end
+        items[i, KEY_END] = end
+
+
+def _split(items: np.ndarray, split_size: int | None, workers: int) -> np.ndarray:
+    """Cut the items' key ranges at multiples of the split size."""
+    lengths = items[:, KEY_END] - items[:, KEY_BEGIN]
+    if split_size is None:
+        cost = lengths * (items[:, ROW_END] - items[:, ROW_BEGIN])
+        target = int(cost.sum()) / max(1, workers * SPLITS_PER_WORKER)
+        pieces = np.ceil(cost / max(target, 1.0) - 0.25).astype(np.int64)  # a little more than one share stays whole
+        pieces = np.clip(pieces, 1, np.maximum(1, lengths // SMALLEST_SPLIT))
+        size = -(-lengths // pieces)
+        size = -(-size // SMALLEST_SPLIT) * SMALLEST_SPLIT
+        if pieces.max(initial=1) == 1:
+            return items
+        origin = items[:, KEY_BEGIN]
+    else:
+        size = np.full(len(items), split_size, np.int64)
+        origin = items[:, KEY_BEGIN] // split_size * split_size
+    count = -(-(items[:, KEY_END] - origin) // np.maximum(size, 1))
+    parent = np.repeat(np.arange(len(items)), count)
+    ordinal = np.arange(len(parent)) - np.repeat(np.cumsum(count) - count, count)
+    cut = items[parent]
+    begin = origin[parent] + ordinal * size[parent]
+    cut[:, KEY_BEGIN] = np.maximum(begin, cut[:, KEY_BEGIN])
+    cut[:, KEY_END] = np.minimum(begin + size[parent], cut[:, KEY_END])
+    return cut
+
+
+def _assign_states(items: np.ndarray, covered: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Give items whose rows have other contributions a range of state slots, and list what each row merges."""
+    begins, ends = items[:, ROW_BEGIN], items[:, ROW_END]
+    edges = np.zeros(len(covered) + 1, np.int64)
+    np.add.at(edges, begins, 1)
+    np.add.at(edges, ends, -1)
+    contributions = np.cumsum(edges[:-1])
+    empty = np.flatnonzero(covered & (contributions == 0))
+    shared_rows = np.concatenate([[0], np.cumsum(contributions > 1)])
+    shared = shared_rows[ends] > shared_rows[begins]
+    tokens = np.where(shared, ends - begins, 0)
+    slots = np.cumsum(tokens) - tokens
+    items[:, STATE] = np.where(shared, slots, -1)
+    num_states = int(tokens.sum())
+    owner = np.repeat(np.arange(len(items)), tokens)
+    slot = np.arange(num_states)
+    row = begins[owner] + slot - slots[owner]
+    order = np.argsort(row, kind="stable")
+    rows, counts = np.unique(row[order], return_counts=True)
+    merge_rows = np.concatenate([rows, empty]).astype(np.int32)
+    counts = np.concatenate([counts, np.zeros(len(empty), np.int64)])
+    merge_indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return merge_rows, merge_indptr, slot[order].astype(np.int32), num_states
+
+
+def build_gather_work(
+    kv_lens: np.ndarray,
+    page_begin: np.ndarray,
+    qo_indptr: np.ndarray,
+    counts: np.ndarray,
+    total_rows: int,
+    *,
+    split_size: int | None = None,
+    workers: int = 1,
+) -> WorkList:
+    """Cut every row's index list into splits.
+
+    Parameters
+    ----------
+    kv_lens, page_begin : int array, shape [batch]
+        Keys of each request and where its page ids start.
+    qo_indptr : int array, shape [batch + 1]
+        Query rows of each request.
+    counts : int array, shape [total_rows]
+        Entries of each row's list, already clamped to its width.
+    """
+    first, last = int(qo_indptr[0]), int(qo_indptr[-1])
+    request = np.repeat(np.arange(len(kv_lens)), np.diff(qo_indptr))
+    rows = np.arange(first, last)
+    items = np.zeros((last - first, WORK_COLUMNS), np.int64)
+    items[:, ROW_BEGIN], items[:, ROW_END], items[:, KEY_END] = rows, rows + 1, counts[first:last]
+    items[:, PAGE_BEGIN], items[:, KV_LEN] = page_begin[request], kv_lens[request]
+    items = _split(items[items[:, KEY_END] > 0], split_size, workers)
+    covered = np.zeros(total_rows, bool)
+    covered[first:last] = True
+    merge_rows, merge_indptr, merge_slots, num_states = _assign_states(items, covered)
+    order = np.argsort(items[:, KEY_BEGIN] - items[:, KEY_END], kind="stable")
+    columns = [ROW_BEGIN, KEY_BEGIN, KEY_END, PAGE_BEGIN, KV_LEN, STATE]
+    work = np.ascontiguousarray(items[order][:, columns], dtype=np.int32)
+    return WorkList(work, merge_rows, merge_indptr, merge_slots, num_states, 1)
