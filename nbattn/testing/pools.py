@@ -45,19 +45,19 @@ class Pool:
             return PagedKV.from_blocks(array(spread(pool, rng)), table, lens, layer)
         if kv_layout == "HND":
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-        if layout == "combined":
-            caches = array(spread(np.stack([k, v], axis=1), rng))
-        else:
-            caches = (array(spread(k, rng)), array(spread(v, rng)))
+        caches: Any = array(spread(np.stack([k, v], axis=1), rng)) if layout == "combined" else None
+        if caches is None:
+            k, v = array(spread(k, rng)), array(spread(v, rng))
+            caches = [k, v] if layout == "list" else (k, v)
         if layout == "slots":
             slot_ids = np.array([t[0] for t in self.tables], np.int32)
-            return PagedKV.from_slots(*caches, lens, slot_ids, kv_layout=kv_layout)
+            return PagedKV.from_slots(k, v, lens, slot_ids, kv_layout=kv_layout)
         if layout == "block_table":
-            return PagedKV.from_block_table(*caches, self.block_table(np.int32), lens, kv_layout=kv_layout)
+            return PagedKV.from_block_table(k, v, self.block_table(np.int32), lens, kv_layout=kv_layout)
         cache = self.cache()
         last = np.where(lens > 0, (lens - 1) % self.k.shape[1] + 1, 3).astype(np.int32)  # ignored without pages
         indptr, ids = cache.kv_indptr.astype(np.int32), cache.kv_indices.astype(np.int32)
-        return PagedKV.from_page_table(list(caches) if layout == "list" else caches, indptr, ids, last, kv_layout)
+        return PagedKV.from_page_table(caches, indptr, ids, last, kv_layout)
 
     def block_table(self, dtype: Any) -> np.ndarray:
         """Return the tables as one rectangle [B, max_blocks] with ids past the end that no cache has."""
