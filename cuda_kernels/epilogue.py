@@ -33,17 +33,18 @@ def normalise(m, d_sum, sinks, qo_head):
 
 @register_jitable
 def store_result(
-    value, dim, row, qo_head, kv_head, head_dim, out, out_row, out_head, out_kind, v_scale, gate, gate_row, gate_head,
-    gate_kind,
+    value, dim, row, qo_head, kv_head, head_dim, out, out_row, out_head, out_dim, out_kind, v_scale, gate, gate_row, gate_head,
+    gate_dim, gate_kind,
 ):  # fmt: skip
     """Scale, gate and cast one number of a finished row, and store it."""
     if v_scale != int64(0):
         value *= ptx.load_f32(v_scale + int64(kv_head * head_dim + dim) * int64(4))
     if gate != int64(0):
         base = gate + int64(row) * gate_row + int64(qo_head) * gate_head
-        opened = exp2(load_number(base, int64(dim), gate_kind) * float32(-LOG2E)) + float32(1)
+        opened = exp2(load_number(base + int64(dim) * gate_dim, gate_kind) * float32(-LOG2E)) + float32(1)
         value = ptx.divide(value, opened)  # times sigmoid(gate)
-    store_number(out + int64(row) * out_row + int64(qo_head) * out_head, int64(dim), out_kind, value)
+    address = out + int64(row) * out_row + int64(qo_head) * out_head + int64(dim) * out_dim
+    store_number(address, out_kind, value)
 
 
 def make_publish(out_dim: Callable, out_tiles: int, pitch: int) -> Callable:
@@ -75,8 +76,8 @@ def make_write_row(warps: int, pitch: int) -> Callable:
     @register_jitable
     def write_row(
         accumulators, partials, tile_row, lane, row, qo_head, kv_head, state, num_qo_heads, head_dim, state_v,
-        state_s, out, out_row, out_head, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, gate, gate_row,
-        gate_head, gate_kind,
+        state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, gate, gate_row,
+        gate_head, gate_dim, gate_kind,
     ):  # fmt: skip
         """Write query row `row` of head `qo_head`: as partial state `state`, or finished if that is negative."""
         weight = cuda.local.array(warps, types.float32)
@@ -109,8 +110,8 @@ def make_write_row(warps: int, pitch: int) -> Callable:
                 ptx.store_f32(state_v + (slot * int64(head_dim) + int64(dim)) * int64(4), value)
             else:
                 store_result(
-                    value, dim, row, qo_head, kv_head, head_dim, out, out_row, out_head, out_kind, v_scale, gate,
-                    gate_row, gate_head, gate_kind,
+                    value, dim, row, qo_head, kv_head, head_dim, out, out_row, out_head, out_dim, out_kind, v_scale, gate,
+                    gate_row, gate_head, gate_dim, gate_kind,
                 )  # fmt: skip
             dim += int32(32)
 

@@ -21,11 +21,11 @@ def unpack_bf16(pair):
 
 
 @register_jitable
-def load_number(base, index, kind):
-    """Return element `index` of an array of `kind` (float16, bfloat16, float32) as float32."""
+def load_number(address, kind):
+    """Return a number of `kind` (float16, bfloat16, float32) as float32."""
     if kind == F32:
-        return ptx.load_f32(base + index * int64(4))
-    bits = ptx.load_u16(base + index * int64(2))
+        return ptx.load_f32(address)
+    bits = ptx.load_u16(address)
     if kind == BF16:
         return ptx.bits_float(bits << uint32(16))
     low, _ = ptx.unpack_f16(bits)
@@ -44,14 +44,14 @@ def load_pair(base, index, kind):
 
 
 @register_jitable
-def store_number(base, index, kind, value):
-    """Round a float32 to `kind` (float16, bfloat16, float32) and store it as element `index`."""
+def store_number(address, kind, value):
+    """Round a float32 to `kind` (float16, bfloat16, float32) and store it."""
     if kind == F32:
-        ptx.store_f32(base + index * int64(4), value)
+        ptx.store_f32(address, value)
     elif kind == BF16:
-        ptx.store_u16(base + index * int64(2), ptx.pack_bf16(value, float32(0)))
+        ptx.store_u16(address, ptx.pack_bf16(value, float32(0)))
     else:
-        ptx.store_u16(base + index * int64(2), ptx.pack_f16(value, float32(0)))
+        ptx.store_u16(address, ptx.pack_f16(value, float32(0)))
 
 
 @register_jitable

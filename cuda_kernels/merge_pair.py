@@ -70,7 +70,7 @@ def make() -> Kernel:
                 value += w_0 * read_number(v_a + int64(dim) * v_a_dim, v_a_kind)
             if w_1 != float32(0):
                 value += w_1 * read_number(v_b + int64(dim) * v_b_dim, v_b_kind)
-            store_number(out + int64(dim) * out_dim, int64(0), out_kind, value)
+            store_number(out + int64(dim) * out_dim, out_kind, value)
         ptx.sync_warp()  # every lane has read s
         if lane == int32(0) and lse != int64(0):
             store_lse(lse + int64(row) * lse_row + head * lse_head, lse_kind, row_lse * lse_unit)

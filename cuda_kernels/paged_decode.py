@@ -67,8 +67,8 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
         work, row_position, row_request, row_index, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
         v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads, scale,
         window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key, mask_kind,
-        rope_cos, rope_sin, rope_dim, state_v, state_s, out, out_row, out_head, out_kind, lse, lse_row, lse_head,
-        lse_unit, sinks, v_scale, gate, gate_row, gate_head, gate_kind,
+        rope_cos, rope_sin, rope_dim, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head,
+        lse_unit, sinks, v_scale, gate, gate_row, gate_head, gate_dim, gate_kind,
     ):  # fmt: skip
         item, kv_head = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
         first_pair = int32(cuda.blockIdx.z * 16)
@@ -106,7 +106,8 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
             if alibi_slopes != int64(0):
                 slope[i] = ptx.load_f32(alibi_slopes + int64(qo_head) * int64(4)) * float32(LOG2E)
             if mask != int64(0):
-                mask_at[i] = mask + int64(element(row_request, row)) * mask_request + int64(qo_head) * mask_head
+                request = max(element(row_request, row), int32(0))  # a row without tokens in the last level
+                mask_at[i] = mask + int64(request) * mask_request + int64(qo_head) * mask_head
                 mask_at[i] += int64(element(row_index, row)) * mask_row
                 mask_at[i] += int64(work_field(work, item, KEY_BASE)) * mask_key
             unroll_fully()
@@ -167,8 +168,8 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
             row, qo_head = row_and_head(first_pair + tile_row, row_begin, kv_head, group_size)
             slot = state + row - row_begin if state >= int32(0) else int32(-1)
             write_row(shared, partials, tile_row, lane, row, qo_head, kv_head, slot, num_qo_heads, head_dim_vo,
-                      state_v, state_s, out, out_row, out_head, out_kind, lse, lse_row, lse_head, lse_unit, sinks,
-                      v_scale, gate, gate_row, gate_head, gate_kind)  # fmt: skip
+                      state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks,
+                      v_scale, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
             tile_row += int32(WARPS)
             keep_rolled()
 

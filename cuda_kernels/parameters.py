@@ -1,7 +1,7 @@
 """The kernels' parameters, in order: what the launcher packs and what a kernel function must be declared with.
 
 ``i64`` is a pointer or a stride in bytes, ``i32`` a count, ``f32`` a number. A pointer of 0 means "not given". A `*_kind`
-is one of `KINDS`. The last axis of every array is contiguous. Rows, heads and pages are strided.
+is one of `KINDS`. The last axis of q, k and v is contiguous.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _CACHE = """
 """
 _RESULT = """
     i64: state_v state_s             # float32 [state, qo_head, head_dim_vo] and [state, qo_head]
-    i64: out out_row out_head
+    i64: out out_row out_head out_dim
     i32: out_kind
     i64: lse lse_row lse_head        # float32 [row, qo_head]
     f32: lse_unit                    # 1 for base 2, ln 2 for base e
     i64: sinks                       # float32 [qo_head], natural logarithm
     i64: v_scale                     # float32 [kv_head, head_dim_vo]
-    i64: gate gate_row gate_head     # [row, qo_head, head_dim_vo]
+    i64: gate gate_row gate_head gate_dim   # [row, qo_head, head_dim_vo]
     i32: gate_kind
 """
 _PAGED = _parameters(
@@ -93,7 +93,7 @@ PARAMETERS: dict[str, Parameters] = {
     i32: lse_kind
     f32: s_unit lse_unit                   # what turns s into base 2, and a base-2 lse into what is asked for
     i64: sinks v_scale
-    i64: gate gate_row gate_head
+    i64: gate gate_row gate_head gate_dim
     i32: gate_kind
     """
     ),

@@ -77,7 +77,7 @@ def biased_score(score, distance, slope, cap, mask_at, mask_kind):
         if mask_kind == BOOL:
             keep = ptx.load_u8(mask_at) != uint32(0)
         else:
-            bias = load_number(mask_at, int64(0), mask_kind)
+            bias = load_number(mask_at, mask_kind)
             keep = bias != EMPTY
             score += bias * float32(LOG2E)
     return score, keep

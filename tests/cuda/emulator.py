@@ -228,14 +228,11 @@ def _stand_ins() -> dict[str, Callable]:
     from ml_dtypes import float8_e4m3fn, float8_e5m2
 
     def to_eight_bit(dtype):
-        largest = float(np.finfo(np.float16).max) if dtype is None else None
-
         def convert(value):
             limit = 448.0 if dtype is float8_e4m3fn else 57344.0
             clipped = np.float32(value) if np.isnan(value) else np.clip(np.float32(value), -limit, limit)
             return int(np.array([clipped]).astype(dtype).view(np.uint8)[0])
 
-        del largest
         return convert
 
     one = np.float32(1)
@@ -345,7 +342,7 @@ def _stand_in(value: Any, done: dict) -> Any:
     if isinstance(value, NumbaType) and value.name in (*_INTEGERS, "float32"):
         return _Cast(value.name)
     if isinstance(value, types.ModuleType) and value.__name__.startswith(LENT_MODULES):
-        return types.SimpleNamespace(**{k: _stand_in(v, done) for k, v in vars(value).items() if not k.startswith("_")})
+        return types.SimpleNamespace(**{k: STAND_INS[k] for k in vars(value) if k in STAND_INS})
     if isinstance(value, types.FunctionType) and value.__module__.startswith(LENT_MODULES):
         return _rebuilt(value, done)
     return value
@@ -355,16 +352,14 @@ def _rebuilt(function: types.FunctionType, done: dict) -> types.FunctionType:
     """Return the same code over stand-ins."""
     if function not in done:
         namespace = dict(function.__globals__)
-        rebuilt = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)
-        done[function] = rebuilt
-        used = set(function.__code__.co_names)
-        for name in used & set(namespace):
+        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        done[function] = types.FunctionType(
+            function.__code__, namespace, function.__name__, function.__defaults__, cells or None
+        )
+        for name in set(function.__code__.co_names) & set(namespace):
             namespace[name] = _stand_in(namespace[name], done)
-        cells = tuple(types.CellType(_stand_in(cell.cell_contents, done)) for cell in function.__closure__ or ())
-        if cells:
-            done[function] = types.FunctionType(
-                function.__code__, namespace, function.__name__, function.__defaults__, cells
-            )
+        for cell, given in zip(cells, function.__closure__ or (), strict=True):
+            cell.cell_contents = _stand_in(given.cell_contents, done)
     return done[function]
 
 

@@ -1,0 +1,254 @@
+"""From checked arrays and options to kernel launches. Nothing here checks again.
+
+Every function takes a `Device`, arrays that live on it and an options object; results go into the arrays it is given.
+Importing this module imports neither CuPy nor Numba.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from nbattn.cuda_kernels.metadata import DECODE_ROWS, PREFILL_ROWS, PlanMetadata, Segment
+from nbattn.cuda_kernels.parameters import KINDS
+
+Array = Any
+LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+WARPS_OF_MERGE = 4
+_NO_RESULT = (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Everything about a call of attention besides its arrays of data, all of it checked.
+
+    Parameters
+    ----------
+    scale : float
+        What ``<q, k>`` is multiplied by: the softmax scale, and a scalar scale of K if there is one.
+    query_dtype : str, optional
+        Dtype of the caller's q where `q` is prepared (float32): tiles round it to 16 bits if that was 16 bits.
+    window_left, chunk_size : int
+        Positional rules; negative and 0 are off.
+    soft_cap : float
+        0 is off.
+    sinks, alibi_slopes : array, shape [num_qo_heads], float32, optional
+        In units of the natural logarithm.
+    attn_mask : array, shape [batch or 1, heads or 1, rows or 1, keys or 1], optional
+        bool, float16, bfloat16 or float32; any strides.
+    rope_planes : pair of arrays, shape [positions, rope_dim / 2], float32, optional
+        cos and sin by which keys are rotated at their position, half-split pairs. q is rotated already.
+    v_scale : array, shape [num_kv_heads, head_dim_vo], float32, contiguous, optional
+    output_gate : array, shape [rows, num_qo_heads, head_dim_vo], optional
+        ``out * sigmoid(gate)``.
+    lse_base : {"2", "e"}
+    """
+
+    scale: float
+    query_dtype: str | None = None
+    window_left: int = -1
+    chunk_size: int = 0
+    soft_cap: float = 0.0
+    sinks: Array | None = None
+    alibi_slopes: Array | None = None
+    attn_mask: Array | None = None
+    rope_planes: tuple[Array, Array] | None = None
+    v_scale: Array | None = None
+    output_gate: Array | None = None
+    lse_base: str = "2"
+
+
+@cache
+def kind_of(dtype: Any) -> int:
+    """Return the run-time kind of a dtype."""
+    return KINDS[str(dtype)]
+
+
+@cache
+def head_size_class(cache_dtype: str, head_dim_qk: int, head_dim_vo: int) -> tuple[int, int] | None:
+    """Return the head sizes that a tile is compiled for, or None where only the plain path serves.
+
+    Sizes are multiples of 16 up to 256; a tile pads them in shared memory, not in what it reads.
+    """
+    if cache_dtype == "float32" or head_dim_qk % 16 or head_dim_vo % 16 or not 0 < max(head_dim_qk, head_dim_vo) <= 256:
+        return None
+    if head_dim_qk <= 64 and head_dim_vo <= 64 and cache_dtype in ("float16", "bfloat16"):
+        return 64, 64
+    return (128, 128) if max(head_dim_qk, head_dim_vo) <= 128 else (256, 128 if head_dim_vo <= 128 else 256)
+
+
+def _fits_tile(device: Any, q: Array, k: Array, v: Array, options: AttentionOptions) -> bool:
+    """Whether 16-byte rows of the cache and pairs of q are aligned, and q may be rounded to 16 bits."""
+    query_dtype = options.query_dtype or str(q.dtype)
+    if query_dtype not in ("float16", "bfloat16") or options.rope_planes is not None:
+        return False
+    if str(k.dtype) in ("float16", "bfloat16") and str(k.dtype) != query_dtype:
+        return False
+    bits = device.address(k) | device.address(v)
+    for stride in (*k.strides[:3], *v.strides[:3]):
+        bits |= stride
+    query_bits = device.address(q) | q.strides[0] | q.strides[1]
+    return not bits % 16 and not query_bits % (2 * q.dtype.itemsize)
+
+
+def _query_values(device: Any, q: Array) -> tuple:
+    return device.address(q), q.strides[0], q.strides[1], kind_of(q.dtype)
+
+
+def _cache_values(device: Any, kv: Any, table: int, q: Array, scale: float) -> tuple:
+    k, v = kv.k, kv.v
+    num_kv_heads = k.shape[2]
+    return (
+        *(device.address(k), *k.strides[:3]),
+        *(device.address(v), *v.strides[:3]),
+        *(table, k.shape[0], k.shape[1]),
+        *(k.shape[3], v.shape[3], q.shape[1] // num_kv_heads, q.shape[1], scale * LOG2E),
+    )
+
+
+def _feature_values(device: Any, options: AttentionOptions) -> tuple:
+    slopes, mask = options.alibi_slopes, options.attn_mask
+    mask_values: tuple = (0, 0, 0, 0, 0, 0)
+    if mask is not None:
+        strides = (stride if size > 1 else 0 for stride, size in zip(mask.strides, mask.shape, strict=True))
+        mask_values = (device.address(mask), *strides, kind_of(mask.dtype))
+    rope: tuple = (0, 0, 0)
+    if options.rope_planes is not None:
+        cos, sin = options.rope_planes
+        rope = (device.address(cos), device.address(sin), 2 * cos.shape[1])
+    cap = options.soft_cap * LOG2E
+    return (
+        *(options.window_left, options.chunk_size, cap, device.address(slopes) if slopes is not None else 0),
+        *mask_values,
+        *rope,
+    )
+
+
+def _result_values(device: Any, states: tuple[int, int], out: Array, lse: Array | None, options: Any) -> tuple:
+    sinks, v_scale, gate = options.sinks, options.v_scale, options.output_gate
+    return (
+        *states,
+        *(device.address(out), *out.strides, kind_of(out.dtype)),
+        *((device.address(lse), lse.strides[0], lse.strides[1]) if lse is not None else _NO_RESULT),
+        LN2 if options.lse_base == "e" else 1.0,
+        device.address(sinks) if sinks is not None else 0,
+        device.address(v_scale) if v_scale is not None else 0,
+        *((device.address(gate), *gate.strides, kind_of(gate.dtype)) if gate is not None else (0,) * 5),
+    )
+
+
+def paged_specialisation(
+    device: Any, q: Array, k: Array, v: Array, options: AttentionOptions, tile: str
+) -> tuple[str, dict[str, Any], int]:
+    """Return (kernel family, its constants, (row, head) pairs of one block) for a call."""
+    sizes = head_size_class(str(k.dtype), k.shape[3], v.shape[3])
+    if sizes is None or not _fits_tile(device, q, k, v, options):
+        return "paged_plain", {"cache": str(k.dtype)}, 1
+    full = bool(options.soft_cap) or options.alibi_slopes is not None or options.attn_mask is not None
+    full = full or str(k.dtype) in ("float8_e5m2", "int8")  # one variant of the rarer formats
+    constants = {"cache": str(k.dtype), "head_dim_qk": sizes[0], "head_dim_vo": sizes[1], "full": full}
+    return f"paged_{tile}", constants, DECODE_ROWS if tile == "decode" else PREFILL_ROWS
+
+
+def run_paged(
+    device: Any, metadata: PlanMetadata, q: Array, kvs: list[Any], options: AttentionOptions, out: Array, lse: Array | None
+) -> None:
+    """Run a plan: attention of `q` over every level's cache, merged.
+
+    Parameters
+    ----------
+    device : Device
+    metadata : PlanMetadata
+        The plan on the device.
+    q : array, shape [total_rows, num_qo_heads, head_dim_qk], float16 | bfloat16 | float32
+        Last axis contiguous.
+    kvs : list of PagedKV
+        One of each level.
+    options : AttentionOptions
+    out : array, shape [total_rows, num_qo_heads, head_dim_vo], float16 | bfloat16 | float32
+        Last axis contiguous. Rows that the plan does not cover are left alone.
+    lse : array, shape [total_rows, num_qo_heads], float32, optional
+    """
+    pointers = metadata.pointers
+    states = states_v, states_s = (0, 0)
+    if metadata.num_states:
+        states_v, states_s = metadata.states(q.shape[1], out.shape[2])
+        states = device.address(states_v), device.address(states_s)
+    rows = (pointers["position"], pointers["request"], pointers["index"])
+    query, features = _query_values(device, q), _feature_values(device, options)
+    result = _result_values(device, states, out, lse, options)
+    for segment in metadata.segments:
+        kv = kvs[segment.level]
+        table = metadata.tables[segment.level]
+        table = table if isinstance(table, int) else device.address(table)
+        family, constants, pairs = paged_specialisation(device, q, kv.k, kv.v, options, segment.tile)
+        grid = (segment.count, kv.k.shape[2], -(-segment.pairs // pairs))
+        cache_values = _cache_values(device, kv, table, q, options.scale)
+        values = (metadata.work_address(segment), *rows, *query, *cache_values, *features, *result)
+        device.launch(family, constants, grid, values)
+    if metadata.num_merges:
+        _merge_slots(device, metadata, (states_v, states_s), q.shape[1], kvs[0].k.shape[2], options, out, lse)
+
+
+def _merge_slots(
+    device: Any, metadata: PlanMetadata, states: tuple, heads: int, kv_heads: int, options: Any, out: Array, lse: Any
+) -> None:
+    """Merge the plan's partial states into the rows they belong to."""
+    pointers = metadata.pointers
+    head_dim = out.shape[2]
+    v, s = (device.address(x) if not isinstance(x, int) else 0 for x in states)
+    result = _result_values(device, (0, 0), out, lse, options)
+    values = (
+        *(v, 0, 4 * heads * head_dim, 4 * head_dim, 4, KINDS["float32"]),
+        *(s, 0, 4 * heads, 4, KINDS["float32"]),
+        *(pointers["merge rows"], pointers["merge indptr"], pointers["merge slots"]),
+        *(metadata.num_merges, 0, heads, heads // kv_heads, head_dim),
+        *result[2:7],
+        *(*result[7:10], KINDS["float32"], 1.0, result[10]),
+        *result[11:],
+    )
+    grid = (-(-metadata.num_merges * heads // WARPS_OF_MERGE), 1, 1)
+    device.launch("merge_states", {"vector": head_dim % 4 == 0}, grid, values)
+
+
+def run_merge_states(device: Any, v: Array, s: Array, out: Array, lse: Array, lse_base: str = "2") -> None:
+    """Merge ``v [n, states, heads, dim]`` and ``s [n, states, heads]`` into ``out [n, heads, dim]``, ``lse [n, heads]``.
+
+    Any strides; v and out float16, bfloat16 or float32, s and lse float32 or float64.
+    """
+    rows, states, heads, head_dim = v.shape
+    item = v.dtype.itemsize
+    bits = device.address(v) | v.strides[0] | v.strides[1] | v.strides[2]
+    vector = v.strides[3] == item and head_dim % 4 == 0 and not bits % (4 * item)
+    values = (
+        *(device.address(v), *v.strides, kind_of(v.dtype)),
+        *(device.address(s), *s.strides, kind_of(s.dtype)),
+        *(0, 0, 0, rows, states, heads, 1, head_dim),
+        *(device.address(out), *out.strides, kind_of(out.dtype)),
+        *(device.address(lse), *lse.strides, kind_of(lse.dtype)),
+        *((LOG2E, LN2) if lse_base == "e" else (1.0, 1.0)),
+        *(0,) * 7,
+    )
+    grid = (-(-rows * heads // WARPS_OF_MERGE), 1, 1)
+    device.launch("merge_states", {"vector": vector}, grid, values)
+
+
+def run_merge_pair(
+    device: Any, v_a: Array, s_a: Array, v_b: Array, s_b: Array, out: Array, lse: Array, mask: Array | None = None,
+    lse_base: str = "2",
+) -> None:  # fmt: skip
+    """Merge two states ``v [n, heads, dim]``, ``s [n, heads]`` into `out` and `lse`, which may be `v_a` and `s_a`.
+
+    `mask`, one byte a row (bool or uint8), contiguous: a zero leaves the row of `out` and `lse` alone.
+    """
+    rows, heads, head_dim = v_a.shape
+    states = []
+    for v, s in ((v_a, s_a), (v_b, s_b), (out, lse)):
+        states += [device.address(v), *v.strides, device.address(s), *s.strides]
+    kinds = (*(kind_of(x.dtype) for x in (v_a, v_b, out)), *(kind_of(x.dtype) for x in (s_a, s_b, lse)))
+    units = (LOG2E, LN2) if lse_base == "e" else (1.0, 1.0)
+    address = device.address(mask) if mask is not None else 0
+    values = (*states, *kinds, rows, heads, head_dim, *units, address)
+    device.launch("merge_pair", {}, (-(-rows * heads // WARPS_OF_MERGE), 1, 1), values)

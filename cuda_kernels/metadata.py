@@ -1,0 +1,192 @@
+"""A plan's integers on the device: everything the kernels read besides the data, in one buffer filled by one copy.
+
+Work items are grouped into segments, one launch each: a level's items that fit the decode tile, and those that need the
+prefill tile. Padding items have no rows and padding merge rows are -1, so that a captured graph can be replayed after
+`PlanMetadata.update` with any plan that fits the room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nbattn.cuda_kernels.parameters import WORK
+from nbattn.errors import ContractError
+
+DECODE_ROWS, PREFILL_ROWS = 16, 64  # (query row, head) pairs of one tile
+_LEVEL, _ROW_BEGIN, _ROW_END = WORK.index("LEVEL"), WORK.index("ROW_BEGIN"), WORK.index("ROW_END")
+_ALIGNMENT = 4  # numbers, 16 bytes
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much a plan may grow; None keeps what it has now.
+
+    Parameters
+    ----------
+    items : int, optional
+        Work items of each segment.
+    states, merge_rows, merge_slots : int, optional
+        Partial states, rows that are merged, and state slots they list.
+    pages : int, optional
+        Page-table entries of each level.
+    """
+
+    items: int | None = None
+    states: int | None = None
+    merge_rows: int | None = None
+    merge_slots: int | None = None
+    pages: int | None = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One launch: `count` items from byte `offset` on, of one level and one tile, each of up to `pairs` pairs."""
+
+    level: int
+    tile: str
+    offset: int
+    count: int
+    pairs: int
+
+
+class PlanMetadata:
+    """The device copy of a plan.
+
+    Parameters
+    ----------
+    device : Device
+        Where it lives.
+    work : int32 array, shape [num_work, 11]
+        See `nbattn.planning`.
+    row_position, row_request, row_index : int32 array, shape [total_rows]
+        See `nbattn.planning`.
+    merge_rows, merge_indptr, merge_slots : int32 array
+        See `nbattn.planning`.
+    num_states : int
+        Partial-state slots.
+    tables : list of int32 array
+        Page ids of each level; those that live on the device already stay where they are.
+    group_size : int
+        Query heads of a KV head.
+    room : Room
+        Capacity for later updates.
+    """
+
+    def __init__(self, device: Any, *, group_size: int, room: Room = Room(), **plan: Any):
+        self.device, self.group_size, self.room = device, group_size, room
+        self._buffer: Any = None
+        self._states: dict[tuple, tuple] = {}
+        self._fill(**plan)
+
+    def update(self, **plan: Any) -> None:
+        """Refill the same buffer with another plan, which must fit."""
+        self._fill(**plan)
+
+    def _fill(
+        self,
+        work: np.ndarray,
+        row_position: np.ndarray,
+        row_request: np.ndarray,
+        row_index: np.ndarray,
+        merge_rows: np.ndarray,
+        merge_indptr: np.ndarray,
+        merge_slots: np.ndarray,
+        num_states: int,
+        tables: list[Any],
+    ) -> None:
+        room, first = self.room, self._buffer is None
+        parts: dict[str, tuple[np.ndarray, int]] = {}
+        for level, tile, items in self._segments_of(work, first):
+            parts[f"work {level} {tile}"] = (items, len(WORK) * max(len(items), room.items or 0))
+        for name, rows in (("position", row_position), ("request", row_request), ("index", row_index)):
+            parts[name] = (rows, len(rows))
+        merges = max(len(merge_rows), room.merge_rows or 0)
+        padded_rows = np.full(merges, -1, np.int32)
+        padded_rows[: len(merge_rows)] = merge_rows
+        padded_indptr = np.full(merges + 1, merge_indptr[-1] if len(merge_indptr) else 0, np.int32)
+        padded_indptr[: len(merge_indptr)] = merge_indptr
+        parts["merge rows"], parts["merge indptr"] = (padded_rows, merges), (padded_indptr, merges + 1)
+        parts["merge slots"] = (merge_slots, max(len(merge_slots), room.merge_slots or 0))
+        for level, table in enumerate(tables):
+            if isinstance(table, np.ndarray) and not self.device.holds(table):
+                parts[f"table {level}"] = (table, max(len(table), room.pages or 0))
+        if first:
+            self._lay_out(parts)
+            self.num_states, self.num_merges = max(num_states, room.states or 0), merges
+        if num_states > self.num_states:
+            raise ContractError(f"plan: must fit its room of {self.num_states} partial states, got {num_states}.")
+        self._copy(parts)
+        for level, table in enumerate(tables):
+            self.tables[level] = self._address(f"table {level}") if f"table {level}" in parts else table
+
+    def _segments_of(self, work: np.ndarray, first: bool) -> list[tuple[int, str, np.ndarray]]:
+        """Split the items by level and tile; an update keeps to the segments that exist."""
+        pairs = (work[:, _ROW_END] - work[:, _ROW_BEGIN]) * self.group_size
+        small = pairs <= DECODE_ROWS
+        found = []
+        for level in np.unique(work[:, _LEVEL]).tolist() if first else sorted({s.level for s in self.segments}):
+            mine = work[:, _LEVEL] == level
+            tiles = [t for t in ("decode", "prefill") if first or any(s.level == level and s.tile == t for s in self.segments)]
+            if tiles == ["prefill"]:  # takes small items too
+                chosen = {"prefill": mine}
+            else:
+                chosen = {"decode": mine & small, "prefill": mine & ~small}
+            for tile, which in chosen.items():
+                if which.any() and tile not in tiles:
+                    raise ContractError(f"plan: level {level} had only single tiles of rows when it was made, got more.")
+                if tile in tiles and (which.any() or not first):
+                    found.append((level, tile, work[which]))
+        if not first and sum(len(items) for _, _, items in found) != len(work):
+            raise ContractError("plan: must keep the levels it was made with, got items of another level.")
+        return found
+
+    def _lay_out(self, parts: dict[str, tuple[np.ndarray, int]]) -> None:
+        self._places, self.segments, self.tables, end = {}, [], {}, 0
+        for name, (array, size) in parts.items():
+            self._places[name] = (end, size)
+            if name.startswith("work "):
+                _, level, tile = name.split()
+                pairs = int((array[:, _ROW_END] - array[:, _ROW_BEGIN]).max(initial=1)) * self.group_size
+                self.segments.append(Segment(int(level), tile, 4 * end, size // len(WORK), pairs))
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._host = np.zeros(max(end, 1), np.int32)
+        self._buffer = self.device.empty((max(end, 1),), "int32")
+
+    def _copy(self, parts: dict[str, tuple[np.ndarray, int]]) -> None:
+        for name, (begin, size) in self._places.items():
+            array = parts[name][0] if name in parts else np.zeros(0, np.int32)
+            if array.size > size:
+                raise ContractError(f"plan: must fit the room it was made with ({name}: {size} numbers), got {array.size}.")
+            self._host[begin : begin + size] = 0
+            self._host[begin : begin + array.size] = array.ravel()
+        for segment in self.segments:
+            items = parts[f"work {segment.level} {segment.tile}"][0]
+            pairs = int((items[:, _ROW_END] - items[:, _ROW_BEGIN]).max(initial=1)) * self.group_size
+            tile_rows = DECODE_ROWS if segment.tile == "decode" else PREFILL_ROWS
+            if -(-pairs // tile_rows) > -(-segment.pairs // tile_rows):
+                raise ContractError(f"plan: items must fit {segment.pairs} (row, head) pairs, got {pairs}.")
+        self.device.upload(self._host, self._buffer)
+
+    def _address(self, name: str) -> int:
+        return self.device.address(self._buffer) + 4 * self._places[name][0]
+
+    @property
+    def pointers(self) -> dict[str, int]:
+        """Addresses of the rows' and the merges' arrays."""
+        names = ("position", "request", "index", "merge rows", "merge indptr", "merge slots")
+        return {name: self._address(name) for name in names}
+
+    def work_address(self, segment: Segment) -> int:
+        """Return the address of a segment's first item."""
+        return self.device.address(self._buffer) + segment.offset
+
+    def states(self, num_qo_heads: int, head_dim: int) -> tuple[Any, Any]:
+        """Return the float32 buffers of partial states, kept for each stream so that streams do not share them."""
+        key = (self.device.stream(), num_qo_heads, head_dim)
+        if key not in self._states:
+            shape = (self.num_states, num_qo_heads)
+            self._states[key] = (self.device.empty((*shape, head_dim), "float32"), self.device.empty(shape, "float32"))
+        return self._states[key]

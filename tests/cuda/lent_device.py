@@ -1,0 +1,42 @@
+"""A device made of NumPy arrays and the emulator: the CUDA target's host code runs on it unchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from emulator import emulate
+
+from nbattn.cuda_kernels.parameters import PARAMETERS
+
+
+class LentDevice:
+    """Stands in for `nbattn.cuda_kernels.device.Device`; kernels may touch the arrays it was asked for and no others."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[int, np.ndarray] = {}
+        self.launched: list[tuple[str, dict]] = []
+
+    def holds(self, array: Any) -> bool:
+        return False
+
+    def address(self, array: np.ndarray) -> int:
+        self.arrays[id(array)] = array
+        return array.ctypes.data
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        array = np.empty(shape, dtype)
+        array.view(np.uint8).fill(0xFF)  # NaN, or an index that reads outside every array
+        return array
+
+    def upload(self, host: np.ndarray, array: np.ndarray) -> None:
+        array[...] = host
+
+    def stream(self) -> int:
+        return 0
+
+    def launch(self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple) -> None:
+        self.launched.append((family, constants))
+        names = [name for name, _ in PARAMETERS[family]]
+        assert len(names) == len(values), f"{family}: {len(values)} values for {len(names)} parameters"
+        emulate(family, constants, grid, dict(zip(names, values, strict=True)), list(self.arrays.values()))
