@@ -13,6 +13,7 @@ from typing import Any
 
 from nbattn.cuda_kernels.metadata import DECODE_ROWS, PREFILL_ROWS, PlanMetadata, Segment
 from nbattn.cuda_kernels.parameters import KINDS
+from nbattn.errors import TargetError
 
 Array = Any
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
@@ -77,6 +78,15 @@ def head_size_class(cache_dtype: str, head_dim_qk: int, head_dim_vo: int) -> tup
     if head_dim_qk <= 64 and head_dim_vo <= 64 and cache_dtype in ("float16", "bfloat16"):
         return 64, 64
     return (128, 128) if max(head_dim_qk, head_dim_vo) <= 128 else (256, 128 if head_dim_vo <= 128 else 256)
+
+
+def plain_head_class(head_dim_qk: int, head_dim_vo: int) -> int:
+    """Return the largest head size that the plain path's shared memory is laid out for."""
+    largest = max(head_dim_qk, head_dim_vo)
+    for size in (256, 2048, 8192):
+        if largest <= size:
+            return size
+    raise TargetError(f"cuda: head sizes must be at most 8192, got {largest}.")
 
 
 def _fits_tile(device: Any, q: Array, k: Array, v: Array, options: AttentionOptions) -> bool:
@@ -145,7 +155,7 @@ def paged_specialisation(
     """Return (kernel family, its constants, (row, head) pairs of one block) for a call."""
     sizes = head_size_class(str(k.dtype), k.shape[3], v.shape[3])
     if sizes is None or not _fits_tile(device, q, k, v, options):
-        return "paged_plain", {"cache": str(k.dtype)}, 1
+        return "paged_plain", {"cache": str(k.dtype), "head_dim": plain_head_class(k.shape[3], v.shape[3])}, 1
     full = bool(options.soft_cap) or options.alibi_slopes is not None or options.attn_mask is not None
     full = full or str(k.dtype) in ("float8_e5m2", "int8")  # one variant of the rarer formats
     constants = {"cache": str(k.dtype), "head_dim_qk": sizes[0], "head_dim_vo": sizes[1], "full": full}

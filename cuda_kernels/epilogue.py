@@ -70,8 +70,8 @@ def make_publish(out_dim: Callable, out_tiles: int, pitch: int) -> Callable:
     return publish
 
 
-def make_write_row(warps: int, pitch: int) -> Callable:
-    """Return the function by which a warp merges what `warps` warps published of one row, and writes it."""
+def make_write_row(warps: int, rows: int, pitch: int) -> Callable:
+    """Return the function by which a warp merges what `warps` warps published of one of `rows` rows, and writes it."""
 
     @register_jitable
     def write_row(
@@ -83,11 +83,11 @@ def make_write_row(warps: int, pitch: int) -> Callable:
         weight = cuda.local.array(warps, types.float32)
         m = EMPTY
         for w in range(warps):
-            m = ptx.maximum(m, ptx.shared_load_f32(partials + (int32(16 * w) + tile_row) * int32(8)))
+            m = ptx.maximum(m, ptx.shared_load_f32(partials + (int32(rows * w) + tile_row) * int32(8)))
         base = shift(m)
         d_sum = float32(0)
         for w in range(warps):
-            at = partials + (int32(16 * w) + tile_row) * int32(8)
+            at = partials + (int32(rows * w) + tile_row) * int32(8)
             weight[w] = state_weight(ptx.shared_load_f32(at), base)
             d_sum += ptx.shared_load_f32(at + int32(4)) * weight[w]
         partial = state >= int32(0)
@@ -102,7 +102,7 @@ def make_write_row(warps: int, pitch: int) -> Callable:
         while dim < head_dim:
             value = float32(0)
             for w in range(warps):
-                at = accumulators + (int32(16 * w) + tile_row) * int32(pitch) + dim * int32(4)
+                at = accumulators + (int32(rows * w) + tile_row) * int32(pitch) + dim * int32(4)
                 if weight[w] != float32(0):  # a warp without keys has summed nothing
                     value += weight[w] * ptx.shared_load_f32(at)
             value = value * inverse if inverse != float32(0) else float32(0)

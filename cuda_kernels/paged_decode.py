@@ -60,7 +60,7 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
     pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
     has_nonfinite, select_values = tile.has_nonfinite, tile.select_values
     score_tile = make_score_tile(1, full)
-    publish, write_row = make_publish(tile.out_dim, O_NUMBERS // 4, PITCH), make_write_row(WARPS, PITCH)
+    publish, write_row = make_publish(tile.out_dim, O_NUMBERS // 4, PITCH), make_write_row(WARPS, 16, PITCH)
     wait_for_oldest, wait_for_all = ptx.WAIT_COPIES[STAGES - 2], ptx.WAIT_COPIES[0]
 
     def paged_decode(

@@ -1,0 +1,110 @@
+"""Paged attention without matrix instructions: float32 caches, keys that are rotated on the fly, odd head sizes.
+
+A block takes one work item, one KV head and one (row, head) pair; its four warps read interleaved runs of 32 keys.
+"""
+
+from __future__ import annotations
+
+from numba import cuda
+from numba.cuda import float32, int32, int64, types, uint32
+
+from nbattn.cuda_kernels import ptx
+from nbattn.cuda_kernels.compile import Kernel
+from nbattn.cuda_kernels.epilogue import EMPTY, make_write_row
+from nbattn.cuda_kernels.formats import F32
+from nbattn.cuda_kernels.loops import keep_rolled
+from nbattn.cuda_kernels.plain import WARPS, empty_accumulator, load_row, make_plain, publish_row
+from nbattn.cuda_kernels.rows import (
+    KEY_BASE,
+    KEY_BEGIN,
+    KEY_END,
+    KEY_POSITION,
+    PAGE_BEGIN,
+    ROW_BEGIN,
+    ROW_END,
+    STATE,
+    biased_score,
+    element,
+    keys_of_row,
+    row_and_head,
+    work_field,
+)
+from nbattn.cuda_kernels.tile import look_up
+from nbattn.indexing import mapped_page
+from nbattn.scoring import LOG2E
+
+
+def make(cache: str, head_dim: int) -> Kernel:
+    """Return the kernel for a cache format and head sizes up to `head_dim`."""
+    plain = make_plain(cache)
+    dot, dot_rotated, fold = plain.dot, plain.dot_rotated, plain.fold
+    PITCH = 4 * head_dim
+    PARTIALS = PITCH * (1 + WARPS)
+    write_row = make_write_row(WARPS, 1, PITCH)
+
+    def paged_plain(
+        work, row_position, row_request, row_index, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
+        v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads, scale,
+        window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key, mask_kind,
+        rope_cos, rope_sin, rope_dim, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row,
+        lse_head, lse_unit, sinks, v_scale, gate, gate_row, gate_head, gate_dim, gate_kind,
+    ):  # fmt: skip
+        item, kv_head, pair = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int32(cuda.blockIdx.z)
+        row_begin = work_field(work, item, ROW_BEGIN)
+        if pair >= (work_field(work, item, ROW_END) - row_begin) * group_size:
+            return
+        thread = int32(cuda.threadIdx.x)
+        warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
+        query = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
+        accumulators, partials = query + int32(PITCH), query + int32(PARTIALS)
+        row, qo_head = row_and_head(pair, row_begin, kv_head, group_size)
+        address = q + int64(row) * q_row + int64(qo_head) * q_head
+        load_row(query, address, q_kind, int64(4) if q_kind == F32 else int64(2), head_dim_qk, thread)
+        k += int64(kv_head) * k_head
+        v += int64(kv_head) * v_head
+
+        position, key_position = element(row_position, row), work_field(work, item, KEY_POSITION)
+        first, end = keys_of_row(work, item, position, window_left, chunk_size)
+        key_begin = max(work_field(work, item, KEY_BEGIN), first)
+        key_end = min(work_field(work, item, KEY_END), end)
+        page_begin = work_field(work, item, PAGE_BEGIN)
+        slope, mask_at = float32(0), int64(0)
+        if alibi_slopes != int64(0):
+            slope = ptx.load_f32(alibi_slopes + int64(qo_head) * int64(4)) * float32(LOG2E)
+        if mask != int64(0):
+            request = max(element(row_request, row), int32(0))  # a row without tokens in the last level
+            mask_at = mask + int64(request) * mask_request + int64(qo_head) * mask_head
+            mask_at += int64(element(row_index, row)) * mask_row
+            mask_at += int64(work_field(work, item, KEY_BASE)) * mask_key
+
+        accumulator = accumulators + warp * int32(PITCH)
+        m, d_lane = empty_accumulator(accumulator, head_dim_vo, lane)
+        tile = int32(key_begin + warp * int32(32))
+        while tile < key_end:
+            key = int32(tile + lane)
+            page, slot = look_up(key, key_end, page_begin, kv_indices, page_size)
+            score = EMPTY
+            if mapped_page(page, num_pages):
+                k_row = k + int64(page) * k_page + int64(slot) * k_slot
+                stands = int32(key_position + key)
+                if rope_cos != int64(0):
+                    score = dot_rotated(query, k_row, head_dim_qk, rope_cos, rope_sin, rope_dim, stands)
+                else:
+                    score = dot(query, k_row, head_dim_qk)
+                at = mask_at + int64(key) * mask_key if mask_at != int64(0) else int64(0)
+                distance = float32(int32(stands - position))
+                score, keep = biased_score(score * scale, distance, slope, soft_cap, at, mask_kind)
+                score = score if keep else EMPTY
+            m, d_lane = fold(score, page, slot, m, d_lane, accumulator, lane, v, v_page, v_slot, head_dim_vo)
+            tile = int32(tile + int32(32 * WARPS))
+            keep_rolled()
+
+        publish_row(m, d_lane, partials, warp, lane)
+        if warp == int32(0):
+            state = work_field(work, item, STATE)
+            slot = int32(state + row - row_begin) if state >= int32(0) else int32(-1)
+            write_row(accumulators, partials, int32(0), lane, row, qo_head, kv_head, slot, num_qo_heads, head_dim_vo,
+                      state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit,
+                      sinks, v_scale, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
+
+    return Kernel(paged_plain, 32 * WARPS, 4 if head_dim <= 1024 else 1, PARTIALS + WARPS * 8)
