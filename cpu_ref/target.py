@@ -91,9 +91,14 @@ def run_gather(problem: Problem, token_indices: np.ndarray, counts: np.ndarray, 
 
 
 def run_merge(
-    sources: list[tuple[np.ndarray, np.ndarray]], v: np.ndarray, s: np.ndarray, lse_base: str, rows: np.ndarray
+    sources: list[tuple[np.ndarray, np.ndarray]],
+    v: np.ndarray,
+    s: np.ndarray,
+    lse_base: str,
+    mask: np.ndarray | None = None,
 ) -> None:
-    """Merge the states of `sources`, pairs ``(v [n, heads, dim], s [n, heads])``, of the given rows into (v, s)."""
+    """Merge the states of `sources`, pairs ``(v [n, heads, dim], s [n, heads])``, into (v, s) where `mask` is not 0."""
+    rows = np.arange(v.shape[0], dtype=np.int32) if mask is None else np.flatnonzero(mask).astype(np.int32)
     if v.shape[1] == 0 or len(rows) == 0:
         return
     number = np.dtype(np.float64 if v.dtype == np.float64 else np.float32)

@@ -40,12 +40,13 @@ def _versions(names: tuple[str, ...]) -> str:
             found.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    return ", ".join(found) or "none installed"
+    return ", ".join(found) or "none installed (the cuda12 and cuda13 extras bring them)"
 
 
 def _core() -> str:
-    missing = [name for name in CORE_PACKAGES if name not in _versions((name,))]
-    return _versions(CORE_PACKAGES) + (f"; MISSING {', '.join(missing)}: pip install nbattn" if missing else "")
+    versions = _versions(CORE_PACKAGES)
+    missing = [name for name in CORE_PACKAGES if f"{name} " not in versions]
+    return versions + (f"; MISSING {', '.join(missing)}: pip install {' '.join(missing)}" if missing else "")
 
 
 def _cpu() -> str:
@@ -66,20 +67,13 @@ def _vector_features() -> str:
 
 
 def _threads() -> str:
-    config = import_module("numba.core.config")
-    layers = []
-    for layer, module in (("tbb", "tbbpool"), ("omp", "omppool"), ("workqueue", "workqueue")):
-        try:
-            import_module(f"numba.np.ufunc.{module}")
-        except ImportError:
-            continue
-        layers.append(layer)
-    return f"{config.NUMBA_NUM_THREADS} Numba threads, layer {config.THREADING_LAYER}, loadable: {' '.join(layers)}"
+    count = import_module("nbattn.threads").get_num_threads()
+    return f"{count} a call, the library's own team (no Numba threading layer)"
 
 
 def _cache() -> str:
-    folder = os.environ.get("NBATTN_CACHE_DIR")
-    return f"NBATTN_CACHE_DIR={folder}" if folder else "CPU kernels are not cached (set NBATTN_CACHE_DIR to a folder)"
+    folder = import_module("nbattn.cuda_kernels.compile").cache_directory()
+    return f"CUDA kernels in {folder} (NBATTN_CACHE_DIR); CPU kernels are compiled anew in every process"
 
 
 def _settings() -> str:
