@@ -39,8 +39,11 @@ class AttentionOptions:
         In units of the natural logarithm.
     attn_mask : array, shape [batch or 1, heads or 1, rows or 1, keys or 1], optional
         bool, float16, bfloat16 or float32; any strides.
-    rope_planes : pair of arrays, shape [positions, rope_dim / 2], float32, optional
-        cos and sin by which keys are rotated at their position, half-split pairs. q is rotated already.
+    rope_planes : pair of arrays, shape [positions, rope_dim / 2], float32, contiguous, optional
+        cos and sin by which keys are rotated at their position, half-split pairs; row 0 is of position `rope_origin`.
+        q is rotated already.
+    rope_k_scale : array, shape [num_kv_heads, head_dim_qk], float32, contiguous, optional
+        What keys are multiplied by before they are rotated.
     v_scale : array, shape [num_kv_heads, head_dim_vo], float32, contiguous, optional
     output_gate : array, shape [rows, num_qo_heads, head_dim_vo], optional
         ``out * sigmoid(gate)``.
@@ -56,6 +59,8 @@ class AttentionOptions:
     alibi_slopes: Array | None = None
     attn_mask: Array | None = None
     rope_planes: tuple[Array, Array] | None = None
+    rope_origin: int = 0
+    rope_k_scale: Array | None = None
     v_scale: Array | None = None
     output_gate: Array | None = None
     lse_base: str = "2"
@@ -124,10 +129,11 @@ def _feature_values(device: Any, options: AttentionOptions) -> tuple:
     if mask is not None:
         strides = (stride if size > 1 else 0 for stride, size in zip(mask.strides, mask.shape, strict=True))
         mask_values = (device.address(mask), *strides, kind_of(mask.dtype))
-    rope: tuple = (0, 0, 0)
+    rope: tuple = (0, 0, 0, 0, 0)
     if options.rope_planes is not None:
         cos, sin = options.rope_planes
-        rope = (device.address(cos), device.address(sin), 2 * cos.shape[1])
+        k_scale = device.address(options.rope_k_scale) if options.rope_k_scale is not None else 0
+        rope = (device.address(cos), device.address(sin), 2 * cos.shape[1], options.rope_origin, k_scale)
     cap = options.soft_cap * LOG2E
     return (
         *(options.window_left, options.chunk_size, cap, device.address(slopes) if slopes is not None else 0),

@@ -67,7 +67,7 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
         work, row_position, row_request, row_index, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
         v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads, scale,
         window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key, mask_kind,
-        rope_cos, rope_sin, rope_dim, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head,
+        rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head,
         lse_unit, sinks, v_scale, gate, gate_row, gate_head, gate_dim, gate_kind,
     ):  # fmt: skip
         item, kv_head = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)

@@ -46,7 +46,7 @@ def make(cache: str, head_dim: int) -> Kernel:
         work, row_position, row_request, row_index, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
         v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads, scale,
         window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key, mask_kind,
-        rope_cos, rope_sin, rope_dim, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row,
+        rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row,
         lse_head, lse_unit, sinks, v_scale, gate, gate_row, gate_head, gate_dim, gate_kind,
     ):  # fmt: skip
         item, kv_head, pair = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int32(cuda.blockIdx.z)
@@ -88,7 +88,9 @@ def make(cache: str, head_dim: int) -> Kernel:
                 k_row = k + int64(page) * k_page + int64(slot) * k_slot
                 stands = int32(key_position + key)
                 if rope_cos != int64(0):
-                    score = dot_rotated(query, k_row, head_dim_qk, rope_cos, rope_sin, rope_dim, stands)
+                    scale_row = k_scale + int64(kv_head * head_dim_qk) * int64(4) if k_scale != int64(0) else int64(0)
+                    score = dot_rotated(query, k_row, scale_row, head_dim_qk, rope_cos, rope_sin, rope_dim,
+                                        stands - rope_origin)  # fmt: skip
                 else:
                     score = dot(query, k_row, head_dim_qk)
                 at = mask_at + int64(key) * mask_key if mask_at != int64(0) else int64(0)

@@ -10,16 +10,17 @@ KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3, "bool": 4}
 
 Parameters = tuple[tuple[str, str], ...]
 
-# Columns of the work list; planning fills them, see there.
+# Columns of the work lists; `nbattn.work_list` fills them, see there.
 WORK = ("LEVEL", "ROW_BEGIN", "ROW_END", "KEY_BEGIN", "KEY_END", "PAGE_BEGIN")
 WORK += ("KEY_POSITION", "KEY_BASE", "KV_LEN", "STATE", "CAUSAL")
+GATHER_WORK = ("ROW", "LIST_BEGIN", "LIST_END", "PAGE_BEGIN", "KV_LEN", "STATE")
 
 
 def _parameters(text: str) -> Parameters:
     pairs: list[tuple[str, str]] = []
-    for line in text.strip().splitlines():
+    for line in filter(None, map(str.strip, text.splitlines())):
         kind, names = line.split("#")[0].split(":")
-        pairs += [(name, kind.strip()) for name in names.split()]
+        pairs += [(name, kind) for name in names.split()]
     return tuple(pairs)
 
 
@@ -48,9 +49,9 @@ _RESULT = """
 """
 _PAGED = _parameters(
     """
-    i64: work row_position row_request row_index
+    i64: work row_position row_request row_index   # int32
     """
-    + _QUERY.strip("\n")
+    + _QUERY
     + _CACHE
     + """
     i32: window_left chunk_size
@@ -59,8 +60,20 @@ _PAGED = _parameters(
     i64: mask mask_request mask_head mask_row mask_key
     i32: mask_kind
     i64: rope_cos rope_sin           # float32 [position, rope_dim / 2]: rotates the keys
-    i32: rope_dim
-    """.rstrip(" ").strip("\n")
+    i32: rope_dim rope_origin         # position of the planes' row 0
+    i64: k_scale                      # float32 [kv_head, head_dim_qk], of rotated keys
+    """
+    + _RESULT
+)
+
+_GATHER = _parameters(
+    """
+    i64: work                              # int32 [item, 6], see GATHER_WORK
+    i64: token_indices token_indices_row   # int32 [row, width]
+    i64: counts                            # int32 [row]
+    """
+    + _QUERY
+    + _CACHE
     + _RESULT
 )
 
@@ -68,17 +81,8 @@ PARAMETERS: dict[str, Parameters] = {
     "paged_decode": _PAGED,
     "paged_prefill": _PAGED,
     "paged_plain": _PAGED,
-    "gather_attention": _parameters(
-        _QUERY.strip("\n")
-        + _CACHE
-        + """
-    i64: row_request kv_indptr kv_lens     # int32; a row of request -1 is left alone
-    i64: token_indices token_indices_row   # int32 [row, width]
-    i64: counts                            # int32 [row]
-    i32: width split_size num_splits
-    """.rstrip(" ").strip("\n")
-        + _RESULT
-    ),
+    "gather_attention": _GATHER,
+    "gather_plain": _GATHER,
     "merge_states": _parameters(
         """
     i64: v v_row v_state v_head v_dim      # [row, state, head, head_dim]
@@ -95,6 +99,26 @@ PARAMETERS: dict[str, Parameters] = {
     i64: sinks v_scale
     i64: gate gate_row gate_head gate_dim
     i32: gate_kind
+    """
+    ),
+    "prepare_query": _parameters(
+        _QUERY
+        + """
+    i64: out out_row out_head              # float32
+    i32: num_rows num_heads group_size head_dim
+    i64: gain                              # float32 [head_dim]; 0: no norm
+    f32: eps
+    i64: rope_cos rope_sin positions       # float32 [position, rope_dim / 2], int32 [row]
+    i32: rope_dim rope_rows rope_origin interleaved
+    i64: k_scale                           # float32 [kv_head, head_dim]
+    """
+    ),
+    "append_rows": _parameters(
+        """
+    i64: key key_row key_head value value_row value_head
+    i64: k k_page k_slot k_head v v_page v_slot v_head
+    i64: batch_indices positions kv_indptr kv_lens kv_indices   # int32
+    i32: num_tokens batch_size num_heads num_pages page_size key_bytes value_bytes
     """
     ),
     "merge_pair": _parameters(

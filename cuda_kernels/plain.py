@@ -19,7 +19,6 @@ from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.scoring import rotate_pair, shift, state_weight
 
 WARPS = 4
-LARGEST_HEAD = 8192  # what q and four accumulators leave of a multiprocessor's shared memory
 
 
 @register_jitable
@@ -59,19 +58,26 @@ def make_plain(cache: str) -> SimpleNamespace:
         return even + odd
 
     @register_jitable
-    def dot_rotated(query, k_row, head_dim, cos, sin, rope_dim, position):
-        """Return ``<q, rotated k>``: pairs ``(d, d + rope_dim / 2)`` turned by row `position` of the planes."""
+    def dot_rotated(query, k_row, scale_row, head_dim, cos, sin, rope_dim, position):
+        """Return ``<q, rotated k>``: k times its scale, pairs ``(d, d + rope_dim / 2)`` turned by row `position`."""
         half = int32(rope_dim >> int32(1))
         at = int64(position) * int64(half) * int64(4)
         total = float32(0)
         for dim in range(half):
             c, s = ptx.load_f32(cos + at + int64(dim) * int64(4)), ptx.load_f32(sin + at + int64(dim) * int64(4))
-            x, y = rotate_pair(load(k_row, int64(dim)), load(k_row, int64(dim + half)), c, s)
+            x, y = load(k_row, int64(dim)), load(k_row, int64(dim + half))
+            if scale_row != int64(0):
+                x *= ptx.load_f32(scale_row + int64(dim) * int64(4))
+                y *= ptx.load_f32(scale_row + int64(dim + half) * int64(4))
+            x, y = rotate_pair(x, y, c, s)
             total += ptx.shared_load_f32(query + (dim << int32(2))) * x
             total += ptx.shared_load_f32(query + ((dim + half) << int32(2))) * y
             keep_rolled()
         for dim in range(rope_dim, head_dim):
-            total += ptx.shared_load_f32(query + (dim << int32(2))) * load(k_row, int64(dim))
+            x = load(k_row, int64(dim))
+            if scale_row != int64(0):
+                x *= ptx.load_f32(scale_row + int64(dim) * int64(4))
+            total += ptx.shared_load_f32(query + (dim << int32(2))) * x
             keep_rolled()
         return total
 
