@@ -54,7 +54,9 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
     PITCH = 4 * head_dim_vo + 32  # of a row of accumulators; they take the rings' place
     SCRATCH = WARPS * RING
     PARTIALS = SCRATCH + WARPS * 1024
-    SHARED = PARTIALS + WARPS * 16 * 8
+    QUERY = PARTIALS + WARPS * 16 * 8
+    SHARED = QUERY + tile.Q_BYTES
+    Q_SHARED = tile.Q_SHARED
     Q_WORDS, S_NUMBERS, P_WORDS, O_NUMBERS = tile.Q_WORDS, tile.S_NUMBERS, tile.P_WORDS, tile.O_NUMBERS
     load_query, fetch, multiply_keys, soften = tile.load_query, tile.fetch, tile.multiply_keys, tile.soften
     pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
@@ -89,7 +91,7 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
         key_position = work_field(work, item, KEY_POSITION)
 
         # the lane's two rows of the tile: their queries and what they see
-        query = cuda.local.array(Q_WORDS, types.uint32)
+        query = shared + int32(QUERY) if Q_SHARED else cuda.local.array(Q_WORDS, types.uint32)
         first, end = cuda.local.array(2, types.int32), cuda.local.array(2, types.int32)
         unit, slope = cuda.local.array(2, types.float32), cuda.local.array(2, types.float32)
         position, mask_at = cuda.local.array(2, types.int32), cuda.local.array(2, types.int64)

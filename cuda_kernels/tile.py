@@ -62,6 +62,7 @@ def make_tile(cache: str, head_dim_qk: int, head_dim_vo: int, keys: int) -> Simp
     pack, unpack, widen, multiply = form.pack, form.unpack, form.widen, form.multiply
     WIDEN, HALF = form.item_bytes == 1, form.multiply is ptx.multiply_f16
     K_ROW, V_ROW, ITEM = head_dim_qk * form.item_bytes, head_dim_vo * form.item_bytes, form.item_bytes
+    Q_SHARED = head_dim_qk > 128  # registers hold the accumulators of 256 dimensions, or those and q's 128
     STEPS, GROUPS, OUT_TILES = head_dim_qk // 16, keys // 16, head_dim_vo // 8
     PROBE_BITS, PROBE_ADD, PROBE_HIT = (uint32(x) for x in form.probe)
 
@@ -96,7 +97,10 @@ def make_tile(cache: str, head_dim_qk: int, head_dim_vo: int, keys: int) -> Simp
 
     @register_jitable
     def load_query(q, address, i, kind, head_dim, lane):
-        """Load row r (i = 0) or r + 8 (i = 1) of the lane into `q`; return what scores are to be multiplied by."""
+        """Load row r (i = 0) or r + 8 (i = 1) of the lane into `q`; return what scores are to be multiplied by.
+
+        `q` is a local array, or, where head sizes leave no registers, the address of ``[steps, 32, 4]`` words.
+        """
         c = lane & int32(3)
         unit = float32(1)
         if HALF and kind != F16:
@@ -109,8 +113,19 @@ def make_tile(cache: str, head_dim_qk: int, head_dim_vo: int, keys: int) -> Simp
                 if dim < head_dim:
                     x, y = load_pair(address, int64(dim), kind)
                     pair = pack(x * inverse, y * inverse)
-                q[4 * step + 2 * half + i] = pair
+                word = 2 * half + i
+                if Q_SHARED:
+                    ptx.shared_store_u32(q + int32(512 * step + 4 * word) + (lane << int32(4)), pair)
+                else:
+                    q[4 * step + word] = pair
         return unit
+
+    @register_jitable
+    def query_words(q, step, lane):
+        """Return the lane's fragment of q of one step of 16 dimensions."""
+        if Q_SHARED:
+            return ptx.shared_load_4u32(q + int32(512 * step) + (lane << int32(4)))
+        return q[4 * step], q[4 * step + 1], q[4 * step + 2], q[4 * step + 3]
 
     @register_jitable
     def fetch(k_tile, v_tile, page, slot, lane, k, k_page, k_slot, k_bytes, v, v_page, v_slot, v_bytes, num_pages):
@@ -145,10 +160,10 @@ def make_tile(cache: str, head_dim_qk: int, head_dim_vo: int, keys: int) -> Simp
         return mapped & uint32(0xFFFF)
 
     @register_jitable
-    def accumulate(c, i, a, j, b0, b1):
-        """``c[i:i+4] += a[j:j+4] @ (b0, b1)``, one 16x8 result."""
+    def accumulate(c, i, a, b0, b1):
+        """``c[i:i+4] += a @ (b0, b1)``, one 16x8 result."""
         c[i], c[i + 1], c[i + 2], c[i + 3] = multiply(
-            a[j], a[j + 1], a[j + 2], a[j + 3], b0, b1, c[i], c[i + 1], c[i + 2], c[i + 3]
+            a[0], a[1], a[2], a[3], b0, b1, c[i], c[i + 1], c[i + 2], c[i + 3]
         )
 
     @register_jitable
@@ -159,17 +174,19 @@ def make_tile(cache: str, head_dim_qk: int, head_dim_vo: int, keys: int) -> Simp
         base = k_tile + row * int32(K_ROW)
         for i in range(8 * GROUPS):
             s[i] = float32(0)
-        for g in range(GROUPS):
-            for pair in range(K_ROW // 32):  # 32 bytes of a row of K: one step of 16 numbers, or two of 8-bit numbers
+        for pair in range(K_ROW // 32):  # 32 bytes of a row of K: one step of 16 numbers, or two of 8-bit numbers
+            a = query_words(q, 2 * pair if WIDEN else pair, lane)
+            a_next = query_words(q, 2 * pair + 1, lane) if WIDEN else a
+            for g in range(GROUPS):
                 x0, x1, x2, x3 = ptx.load_matrices(base + int32(g * 16 * K_ROW) + (place ^ int32(pair << 5)))
                 if WIDEN:
-                    accumulate(s, 8 * g, q, 8 * pair, widen(x0), widen(x0 >> uint32(16)))
-                    accumulate(s, 8 * g + 4, q, 8 * pair, widen(x2), widen(x2 >> uint32(16)))
-                    accumulate(s, 8 * g, q, 8 * pair + 4, widen(x1), widen(x1 >> uint32(16)))
-                    accumulate(s, 8 * g + 4, q, 8 * pair + 4, widen(x3), widen(x3 >> uint32(16)))
+                    accumulate(s, 8 * g, a, widen(x0), widen(x0 >> uint32(16)))
+                    accumulate(s, 8 * g + 4, a, widen(x2), widen(x2 >> uint32(16)))
+                    accumulate(s, 8 * g, a_next, widen(x1), widen(x1 >> uint32(16)))
+                    accumulate(s, 8 * g + 4, a_next, widen(x3), widen(x3 >> uint32(16)))
                 else:
-                    accumulate(s, 8 * g, q, 4 * pair, x0, x1)
-                    accumulate(s, 8 * g + 4, q, 4 * pair, x2, x3)
+                    accumulate(s, 8 * g, a, x0, x1)
+                    accumulate(s, 8 * g + 4, a, x2, x3)
 
     @register_jitable
     def soften(s, m, d_sum, o):
@@ -205,18 +222,19 @@ def make_tile(cache: str, head_dim_qk: int, head_dim_vo: int, keys: int) -> Simp
         base = v_tile + (lane & int32(15)) * int32(V_ROW)
         place = ((lane >> int32(4)) ^ (lane & int32(7))) << int32(4)
         for g in range(GROUPS):
+            a = p[4 * g], p[4 * g + 1], p[4 * g + 2], p[4 * g + 3]
             for pair in range(V_ROW // 32):
                 x0, x1, x2, x3 = ptx.load_matrices_transposed(base + int32(g * 16 * V_ROW) + (place ^ int32(pair << 5)))
                 if WIDEN:
                     for odd in range(2):
                         select = uint32(0x3131 if odd else 0x2020)
                         y0, y1 = ptx.permute_bytes(x0, x0, select), ptx.permute_bytes(x1, x1, select)
-                        accumulate(o, 16 * pair + 4 * odd, p, 4 * g, widen(y0), widen(y1))
+                        accumulate(o, 16 * pair + 4 * odd, a, widen(y0), widen(y1))
                         y2, y3 = ptx.permute_bytes(x2, x2, select), ptx.permute_bytes(x3, x3, select)
-                        accumulate(o, 16 * pair + 8 + 4 * odd, p, 4 * g, widen(y2), widen(y3))
+                        accumulate(o, 16 * pair + 8 + 4 * odd, a, widen(y2), widen(y3))
                 else:
-                    accumulate(o, 8 * pair, p, 4 * g, x0, x1)
-                    accumulate(o, 8 * pair + 4, p, 4 * g, x2, x3)
+                    accumulate(o, 8 * pair, a, x0, x1)
+                    accumulate(o, 8 * pair + 4, a, x2, x3)
 
     @register_jitable
     def has_nonfinite(v_tile, lane):
@@ -267,7 +285,9 @@ def make_tile(cache: str, head_dim_qk: int, head_dim_vo: int, keys: int) -> Simp
         K_ROW=K_ROW,
         V_ROW=V_ROW,
         ITEM=ITEM,
-        Q_WORDS=4 * STEPS,
+        Q_SHARED=Q_SHARED,
+        Q_WORDS=1 if Q_SHARED else 4 * STEPS,
+        Q_BYTES=512 * STEPS if Q_SHARED else 0,
         S_NUMBERS=8 * GROUPS,
         P_WORDS=4 * GROUPS,
         O_NUMBERS=4 * OUT_TILES,

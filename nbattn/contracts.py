@@ -63,7 +63,7 @@ def check_query(q: Array, kv: PagedKV) -> str:
 
 def check_last_axis(name: str, x: Array) -> None:
     """Require that the last axis is contiguous: rows are read as vectors."""
-    if x.shape[-1] > 1 and x.strides[-1] != x.dtype.itemsize:
+    if x.size and x.shape[-1] > 1 and x.strides[-1] != x.dtype.itemsize:
         raise ContractError(f"{name}: the last axis must be contiguous, got strides {x.strides} bytes.")
 
 

@@ -125,3 +125,9 @@ def test_command_line_names_its_commands(arguments, status, capsys):
     assert command_line.main(arguments) == status
     printed = capsys.readouterr()
     assert all(command in printed.out + printed.err for command in ("info", "validate", "explain"))
+
+
+def test_numpy_example_of_the_readme_runs_as_printed(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", CHECKOUT.joinpath("README.md").read_text(), re.DOTALL)
+    exec(compile(blocks[0], "README.md", "exec"), {})  # the first one; the second needs a GPU
+    assert f"# {capsys.readouterr().out.strip()}\n" in blocks[0]
