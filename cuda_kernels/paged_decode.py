@@ -13,9 +13,8 @@ from numba.cuda import float32, int32, int64, types, uint32
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_write_row
-from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
+from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.rows import (
-    KEY_BASE,
     KEY_BEGIN,
     KEY_END,
     KEY_POSITION,
@@ -23,14 +22,12 @@ from nbattn.cuda_kernels.rows import (
     ROW_BEGIN,
     ROW_END,
     STATE,
-    element,
-    keys_of_row,
     make_score_tile,
+    make_set_up_rows,
     row_and_head,
     work_field,
 )
 from nbattn.cuda_kernels.tile import look_up, make_tile
-from nbattn.scoring import LOG2E
 
 WARPS = 4
 STAGES = 3  # two tiles of keys under way while one is used
@@ -58,7 +55,8 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
     SHARED = QUERY + tile.Q_BYTES
     Q_SHARED = tile.Q_SHARED
     Q_WORDS, S_NUMBERS, P_WORDS, O_NUMBERS = tile.Q_WORDS, tile.S_NUMBERS, tile.P_WORDS, tile.O_NUMBERS
-    load_query, fetch, multiply_keys, soften = tile.load_query, tile.fetch, tile.multiply_keys, tile.soften
+    set_up_rows = make_set_up_rows(tile.load_query)
+    fetch, multiply_keys, soften = tile.fetch, tile.multiply_keys, tile.soften
     pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
     has_nonfinite, select_values = tile.has_nonfinite, tile.select_values
     score_tile = make_score_tile(1, full)
@@ -80,7 +78,7 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
             return
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
-        r, c = int32(lane >> int32(2)), int32(lane & int32(3))
+        c = int32(lane & int32(3))
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
         ring, scratch = shared + warp * int32(RING), shared + int32(SCRATCH) + warp * int32(1024)
         partials = shared + int32(PARTIALS)
@@ -90,29 +88,16 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
         key_end, page_begin = work_field(work, item, KEY_END), work_field(work, item, PAGE_BEGIN)
         key_position = work_field(work, item, KEY_POSITION)
 
-        # the lane's two rows of the tile: their queries and what they see
         query = shared + int32(QUERY) if Q_SHARED else cuda.local.array(Q_WORDS, types.uint32)
         first, end = cuda.local.array(2, types.int32), cuda.local.array(2, types.int32)
         unit, slope = cuda.local.array(2, types.float32), cuda.local.array(2, types.float32)
         position, mask_at = cuda.local.array(2, types.int32), cuda.local.array(2, types.int64)
-        for i in range(2):
-            pair = first_pair + r + int32(8 * i)
-            row, qo_head = row_and_head(min(pair, pairs - int32(1)), row_begin, kv_head, group_size)
-            address = q + int64(row) * q_row + int64(qo_head) * q_head
-            unit[i] = scale * load_query(query, address, i, q_kind, head_dim_qk, lane)
-            position[i] = element(row_position, row)
-            first[i], end[i] = keys_of_row(work, item, position[i], window_left, chunk_size)
-            if pair >= pairs:
-                end[i] = int32(-1)
-            slope[i], mask_at[i] = float32(0), int64(0)
-            if alibi_slopes != int64(0):
-                slope[i] = ptx.load_f32(alibi_slopes + int64(qo_head) * int64(4)) * float32(LOG2E)
-            if mask != int64(0):
-                request = max(element(row_request, row), int32(0))  # a row without tokens in the last level
-                mask_at[i] = mask + int64(request) * mask_request + int64(qo_head) * mask_head
-                mask_at[i] += int64(element(row_index, row)) * mask_row
-                mask_at[i] += int64(work_field(work, item, KEY_BASE)) * mask_key
-            unroll_fully()
+        set_up_rows(query, unit, first, end, slope, position, mask_at, work, item, first_pair, pairs, kv_head, lane,
+                    warp == int32(0), row_position, row_request, row_index, q, q_row, q_head, q_kind, head_dim_qk,
+                    group_size, scale, window_left, chunk_size, alibi_slopes, mask, mask_request, mask_head, mask_row,
+                    mask_key)  # fmt: skip
+        if Q_SHARED:
+            ptx.sync_block()
 
         s, p = cuda.local.array(S_NUMBERS, types.float32), cuda.local.array(P_WORDS, types.uint32)
         o, bits = cuda.local.array(O_NUMBERS, types.float32), cuda.local.array(1, types.uint32)

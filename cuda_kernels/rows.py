@@ -10,6 +10,7 @@ from numba.extending import register_jitable
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.epilogue import EMPTY
 from nbattn.cuda_kernels.formats import BOOL, load_number
+from nbattn.cuda_kernels.loops import unroll_fully
 from nbattn.cuda_kernels.parameters import WORK
 from nbattn.indexing import idiv, visible_keys
 from nbattn.scoring import LOG2E, alibi_bias, soft_cap
@@ -113,6 +114,53 @@ def make_score_tile(groups: int, full: bool) -> Callable:
                     if mapped and not keep and end[i] >= int32(0):
                         dropped = int32(1)
                     s[4 * n + 2 * i + e] = score if keep else EMPTY
+            unroll_fully()
         return dropped
 
     return score_tile
+
+
+def make_set_up_rows(load_query: Callable) -> Callable:
+    """Return the function that finds out all about a lane's two rows of the tile, r and r + 8."""
+
+    @register_jitable
+    def set_up_rows(
+        query, unit, first, end, slope, position, mask_at, work, item, first_pair, pairs, kv_head, lane, writes,
+        row_position, row_request, row_index, q, q_row, q_head, q_kind, head_dim_qk, group_size, scale, window_left,
+        chunk_size, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key,
+    ):  # fmt: skip
+        """Load the rows' queries; fill what `score_tile` takes."""
+        row_begin = work_field(work, item, ROW_BEGIN)
+        for i in range(2):
+            pair = int32(first_pair + (lane >> int32(2)) + int32(8 * i))
+            row, qo_head = row_and_head(min(pair, pairs - int32(1)), row_begin, kv_head, group_size)
+            address = q + int64(row) * q_row + int64(qo_head) * q_head
+            unit[i] = scale * load_query(query, address, i, q_kind, head_dim_qk, lane, writes)
+            position[i] = element(row_position, row)
+            first[i], end[i] = keys_of_row(work, item, position[i], window_left, chunk_size)
+            if pair >= pairs:
+                first[i], end[i] = int32(0), int32(-1)
+            slope[i], mask_at[i] = float32(0), int64(0)
+            if alibi_slopes != int64(0):
+                slope[i] = ptx.load_f32(alibi_slopes + int64(qo_head) * int64(4)) * float32(LOG2E)
+            if mask != int64(0):
+                request = max(element(row_request, row), int32(0))  # a row without tokens in the last level
+                mask_at[i] = mask + int64(request) * mask_request + int64(qo_head) * mask_head
+                mask_at[i] += int64(element(row_index, row)) * mask_row
+                mask_at[i] += int64(work_field(work, item, KEY_BASE)) * mask_key
+            unroll_fully()
+
+    return set_up_rows
+
+
+@register_jitable
+def keys_of_warp(first, end):
+    """Return the interval that covers what the warp's rows see; empty if they see nothing."""
+    low, high = int32(0x7FFFFFFF), int32(0)
+    for i in range(2):
+        if first[i] < end[i]:
+            low, high = int32(min(low, first[i])), int32(max(high, end[i]))
+    for distance in (4, 8, 16):
+        low = int32(min(low, ptx.exchange_i32(low, int32(distance))))
+        high = int32(max(high, ptx.exchange_i32(high, int32(distance))))
+    return low, high

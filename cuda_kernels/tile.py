@@ -18,7 +18,7 @@ from numba.extending import register_jitable
 
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.formats import CACHE_FORMATS, F16, load_pair
-from nbattn.cuda_kernels.loops import keep_rolled
+from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
 from nbattn.indexing import mapped_page, page_and_slot
 from nbattn.scoring import shift, state_weight
 
@@ -96,10 +96,11 @@ def make_tile(cache: str, head_dim_qk: int, head_dim_vo: int, keys: int) -> Simp
         return ptx.bits_float(exponent)
 
     @register_jitable
-    def load_query(q, address, i, kind, head_dim, lane):
+    def load_query(q, address, i, kind, head_dim, lane, writes):
         """Load row r (i = 0) or r + 8 (i = 1) of the lane into `q`; return what scores are to be multiplied by.
 
-        `q` is a local array, or, where head sizes leave no registers, the address of ``[steps, 32, 4]`` words.
+        `q` is a local array, or, where head sizes leave no registers, the address of ``[steps, 32, 4]`` words, which
+        a warp fills if it `writes`.
         """
         c = lane & int32(3)
         unit = float32(1)
@@ -115,7 +116,8 @@ def make_tile(cache: str, head_dim_qk: int, head_dim_vo: int, keys: int) -> Simp
                     pair = pack(x * inverse, y * inverse)
                 word = 2 * half + i
                 if Q_SHARED:
-                    ptx.shared_store_u32(q + int32(512 * step + 4 * word) + (lane << int32(4)), pair)
+                    if writes:
+                        ptx.shared_store_u32(q + int32(512 * step + 4 * word) + (lane << int32(4)), pair)
                 else:
                     q[4 * step + word] = pair
         return unit
@@ -280,6 +282,7 @@ def make_tile(cache: str, head_dim_qk: int, head_dim_vo: int, keys: int) -> Simp
                             o[4 * tile + 2 + e] += w1 * value
                 keep_rolled()
             ptx.sync_warp()
+            unroll_fully()
 
     return SimpleNamespace(
         K_ROW=K_ROW,
