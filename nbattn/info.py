@@ -166,6 +166,9 @@ def main(arguments: list[str]) -> int:
     """Print the report and return 0, whatever was found."""
     if arguments:
         print("usage: python -m nbattn info")
-    for label, finding in diagnose():
-        print(f"{label:<14} {finding}")
+    try:
+        for label, finding in diagnose():
+            print(f"{label:<14} {finding}", flush=True)  # if a package kills the process, the lines before it stand
+    except BrokenPipeError:  # the reader, e.g. head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
