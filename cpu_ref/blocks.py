@@ -63,7 +63,9 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, s,
             row = head * rows + done
             q_here = q + row * q_stride
             left = rows - done
-            if left > 2:  # three rows take a tile of four: the fourth is the next head's or padding, written again later
+            if (
+                left > 2
+            ):  # three rows take a tile of four: the fourth is the next head's or padding, written again later
                 for j in range(0, KEYS, lanes // 4):
                     score_tile_4(kind, q_here, q_stride, key_rows + 8 * j, head * k_head_stride, dim,
                                  s + j * s_stride + row * size, s_stride, ahead + 8 * j)  # fmt: skip
@@ -98,13 +100,19 @@ def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_
             v_head = head * v_head_stride
             left = rows - done
             if left >= 4:
-                value_tile_4(kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, select, ahead)
+                value_tile_4(
+                    kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, select, ahead
+                )
                 done += 4
             elif left >= 2:
-                value_tile_2(kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, select, ahead)
+                value_tile_2(
+                    kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, select, ahead
+                )
                 done += 2
             else:
-                value_tile_1(kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, select, ahead)
+                value_tile_1(
+                    kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, select, ahead
+                )
                 done += 1
             ahead = idle
 

@@ -65,7 +65,7 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
         Next task, finished tasks.
     work : int32 [num_work, columns]
         One row of `token_indices` from ``LIST_BEGIN`` to ``LIST_END`` each, all KV heads.
-    level : int64 [LEVEL_COLUMNS]
+    level : int64 [columns]
         Where the pages lie.
     """
     number = number_type(kind)
@@ -85,11 +85,17 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
         if task >= work.shape[0]:
             return
         item = work[task]
-        row, page_begin, kv_len = np.int64(item[GATHER_ROW]), np.int64(item[GATHER_PAGE_BEGIN]), np.int64(item[GATHER_KV_LEN])
+        row, page_begin, kv_len = (
+            np.int64(item[GATHER_ROW]),
+            np.int64(item[GATHER_PAGE_BEGIN]),
+            np.int64(item[GATHER_KV_LEN]),
+        )
         tokens, end = token_indices[row], np.int64(item[LIST_END])
         load_queries(queries, row, row + 1, 0, heads, q)
         m[:], d_sum[:], acc[:] = -math.inf, 0, 0
-        n, here = _find_tokens(key_rows[0], value_rows[0], level, tokens, np.int64(item[LIST_BEGIN]), end, page_begin, kv_len)
+        n, here = _find_tokens(
+            key_rows[0], value_rows[0], level, tokens, np.int64(item[LIST_BEGIN]), end, page_begin, kv_len
+        )
         now = 0
         while n > 0:
             n_next, here = _find_tokens(

@@ -10,7 +10,7 @@ import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba.core import cgutils, config
 
-from nbattn.cpu_ref.number_formats import DOUBLE, ELEMENT, FLOAT, I1, I32, I64, itemsize, widen
+from nbattn.cpu_ref.number_formats import DOUBLE, ELEMENT, FLOAT, I1, I32, I64, widen
 from nbattn.cpu_ref.primitives import EXP2_FLOAT32, EXP2_FLOAT64
 
 ORDER_FREE = ("nsz", "contract", "arcp", "afn", "reassoc")  # never nnan or ninf: -inf and NaN carry meaning
@@ -66,7 +66,9 @@ class Lanes:
             return ir.Constant(self.vector, [float(x)] * self.count)
         undefined = ir.Constant(ir.VectorType(x.type, self.count), ir.Undefined)
         first = self.builder.insert_element(undefined, x, ir.Constant(I32, 0))
-        return self.builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, self.count), [0] * self.count))
+        return self.builder.shuffle_vector(
+            first, undefined, ir.Constant(ir.VectorType(I32, self.count), [0] * self.count)
+        )
 
     # ---- memory
     def load(self, address):

@@ -12,11 +12,9 @@ import numpy as np
 from numba import njit
 
 from nbattn.cpu_ref.blocks import (
-
     list_coming,
     number_type,
     padded,
-    score_heads,
     weigh_values,
 )
 from nbattn.cpu_ref.number_formats import address_of, load_int32
@@ -107,7 +105,7 @@ def paged_worker(kind, rule_tag, counters, number_kind, tasks, work, levels, max
         Next task, finished tasks.
     tasks : int32 [num_tasks, 3]
         Work item, first KV head, KV heads; `max_rows` is the most packed rows of one.
-    work : int32 [num_work, columns], levels : int64 [num_levels, LEVEL_COLUMNS]
+    work : int32 [num_work, columns], levels : int64 [num_levels, columns]
         The plan's work list and where each level's pages lie.
     """
     group = queries.group_size

@@ -15,7 +15,9 @@ ROWS_PER_TASK = 16
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
-def prepare_worker(queries, num_heads, counters, num_tasks, gain, eps, cos, sin, origin, positions, interleaved, prepared):
+def prepare_worker(
+    queries, num_heads, counters, num_tasks, gain, eps, cos, sin, origin, positions, interleaved, prepared
+):
     """Prepare rows until no task is left; a task is `ROWS_PER_TASK` rows of ``prepared [rows, heads, dim]``.
 
     A row whose position lies outside the planes becomes NaN, unless it stands before the first key (negative

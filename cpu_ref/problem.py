@@ -11,7 +11,6 @@ import numpy as np
 
 # columns of the table of levels: where its pages lie, in bytes
 K_ADDRESS, K_PAGE, K_SLOT, K_HEAD, V_ADDRESS, V_PAGE, V_SLOT, V_HEAD, PAGE_IDS, PAGE_SIZE, NUM_PAGES = range(11)
-LEVEL_COLUMNS = 11
 MASK_BOOL = 4  # the dtype code of a boolean mask, beside DTYPE_CODE
 
 

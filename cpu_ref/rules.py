@@ -43,11 +43,11 @@ def _apply_mask(rules, s, n, rows, key, qo_head, q_row):
         place = rules.mask_address + request * b + qo_head[row] * h + index * i
         for j in range(n):
             bias = read_number(place + (key + j) * k, rules.mask_code)
-            if bias == -math.inf:
+            if bias > -math.inf:
+                s[j, row] += bias * LOG2E
+            else:  # -inf, or NaN
                 s[j, row] = -math.inf
                 dropped = True
-            else:
-                s[j, row] += bias * LOG2E
     return dropped
 
 
@@ -109,8 +109,10 @@ def apply_rules(rule_tag, kind, rules, s, n, rows, key, key_base, key_position, 
 @overload(apply_rules)
 def _apply_rules(rule_tag, kind, rules, s, n, rows, key, key_base, key_position, dropped, qo_head, q_row, position):
     if rule_tag.tag == "plain":
-        return lambda rule_tag, kind, rules, s, n, rows, key, key_base, key_position, dropped, qo_head, q_row, position: (
-            False
+        return (
+            lambda rule_tag, kind, rules, s, n, rows, key, key_base, key_position, dropped, qo_head, q_row, position: (
+                False
+            )
         )
 
     def full(rule_tag, kind, rules, s, n, rows, key, key_base, key_position, dropped, qo_head, q_row, position):
@@ -128,5 +130,3 @@ def _apply_rules(rule_tag, kind, rules, s, n, rows, key, key_base, key_position,
         return any_dropped
 
     return full
-
-

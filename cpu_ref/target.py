@@ -14,7 +14,7 @@ from nbattn.cpu_ref.number_formats import DTYPE_CODE
 from nbattn.cpu_ref.paged_attention import paged_worker
 from nbattn.cpu_ref.prepare_query import ROWS_PER_TASK as PREPARED_PER_TASK
 from nbattn.cpu_ref.prepare_query import prepare_worker
-from nbattn.cpu_ref.problem import LEVEL_COLUMNS, MASK_BOOL, Output, Queries, Rules, States
+from nbattn.cpu_ref.problem import MASK_BOOL, Output, Queries, Rules, States
 from nbattn.cpu_ref.tags import CACHE_KINDS, FULL, PLAIN
 from nbattn.planning import Plan, Tiling
 from nbattn.problem import Level, Preparation, Problem
@@ -37,6 +37,40 @@ def tiling(levels: tuple[Level, ...], num_qo_heads: int) -> Tiling:
     return Tiling(max(1, tokens), get_num_threads())
 
 
+class TaskList:
+    """A plan's work items as tasks of the worker team: each with all KV heads if its rows are few, else with one.
+
+    Attributes
+    ----------
+    tasks : int32 array, shape [num_tasks, 3]
+        Work item, first KV head, KV heads.
+    max_rows : int
+        Packed rows of the largest task.
+    numbers, dots : int
+        Numbers read and multiply-adds of all tasks.
+    """
+
+    def __init__(self, plan: Plan, problem: Problem):
+        self.kv, self.num_qo_heads = problem.levels[0].kv, problem.num_qo_heads
+        self.refill(plan, problem.levels)
+
+    def refill(self, plan: Plan, levels: tuple[Level, ...]) -> None:
+        """Take over a plan's new work list."""
+        num_kv_heads, work = self.kv.num_kv_heads, plan.work_list.work
+        tokens = work[:, ROW_END].astype(np.int64) - work[:, ROW_BEGIN]
+        rows = tokens * (self.num_qo_heads // num_kv_heads)
+        heads = np.where(rows <= FEW_ROWS, num_kv_heads, 1)
+        per_item = num_kv_heads // heads
+        item = np.repeat(np.arange(len(work)), per_item)
+        first = np.arange(len(item)) - np.repeat(np.cumsum(per_item) - per_item, per_item)
+        self.tasks = np.column_stack([item, first, heads[item]]).astype(np.int32)
+        self.max_rows = int((rows * heads).max(initial=0))
+        keys = work[:, KEY_END].astype(np.int64) - work[:, KEY_BEGIN]
+        dims = self.kv.head_dim_qk + self.kv.head_dim_vo
+        self.numbers = int(keys.sum()) * num_kv_heads * dims
+        self.dots = int((keys * tokens).sum()) * self.num_qo_heads * dims
+
+
 def run_paged(problem: Problem, plan: Plan) -> None:
     """Run a paged problem: write `problem.out` and `problem.lse`."""
     kv, options = problem.levels[0].kv, problem.options
@@ -48,17 +82,15 @@ def run_paged(problem: Problem, plan: Plan) -> None:
     queries = _queries(problem, q, scale, options.k_scale if folded else None)
     output, keep = _output(problem)
     states = _states(problem, plan.work_list)
-    levels = np.stack([_level_row(level) for level in problem.levels])
-    tasks, max_rows = _tasks(work, problem.num_qo_heads // kv.num_kv_heads, kv.num_kv_heads)
-    cost = (work[:, KEY_END] - work[:, KEY_BEGIN]).astype(np.int64)
-    read = int(cost.sum()) * kv.num_kv_heads * (kv.head_dim_qk + kv.head_dim_vo)
-    dots = int((cost * (work[:, ROW_END] - work[:, ROW_BEGIN])).sum()) * problem.num_qo_heads
-    dots *= kv.head_dim_qk + kv.head_dim_vo
-    if len(tasks):
+    levels = np.array([_level_row(level) for level in problem.levels], np.int64)
+    if plan.on_target is None:
+        plan.on_target = TaskList(plan, problem)
+    tasks: TaskList = plan.on_target
+    if len(tasks.tasks):
         workers.run(
-            paged_worker, len(tasks), _threads(read * kv.k.dtype.itemsize, dots),
-            CACHE_KINDS[kv.kv_dtype], FULL if full else PLAIN, np.zeros(2, np.int64), CACHE_KINDS[str(number)],
-            tasks, work, levels, max_rows, queries, output, states, rules,
+            paged_worker, len(tasks.tasks), _threads(tasks.numbers * kv.k.dtype.itemsize, tasks.dots),
+            CACHE_KINDS[kv.kv_dtype], FULL if full else PLAIN, np.zeros(2, np.int64), CACHE_KINDS[dtype_name(states.v)],
+            tasks.tasks, work, levels, tasks.max_rows, queries, output, states, rules,
         )  # fmt: skip
     _merge_splits(problem, plan.work_list, output, states)
     del keep
@@ -83,7 +115,7 @@ def run_gather(problem: Problem, token_indices: np.ndarray, counts: np.ndarray, 
         workers.run(
             gather_worker, len(work_list.work),
             _threads(numbers * kv.k.dtype.itemsize, numbers * queries.group_size),
-            CACHE_KINDS[kv.kv_dtype], kv.num_kv_heads, np.zeros(2, np.int64), work_list.work, lists, _level_row(level),
+            CACHE_KINDS[kv.kv_dtype], kv.num_kv_heads, np.zeros(2, np.int64), work_list.work, lists, np.array(_level_row(level), np.int64),
             queries, output, states,
         )  # fmt: skip
     _merge_splits(problem, work_list, output, states)
@@ -143,25 +175,11 @@ def _threads(bytes_read: int, dots: int) -> int:
     return 1 if max(bytes_read / READ_RATE, dots / DOT_RATE) < SERIAL_NANOSECONDS else get_num_threads()
 
 
-def _tasks(work: np.ndarray, group: int, num_kv_heads: int) -> tuple[np.ndarray, int]:
-    """Return int32 [num_tasks, 3] of (work item, first KV head, KV heads), and the packed rows of the largest."""
-    rows = (work[:, ROW_END] - work[:, ROW_BEGIN]) * group
-    heads = np.where(rows <= FEW_ROWS, num_kv_heads, 1)
-    per_item = num_kv_heads // heads
-    item = np.repeat(np.arange(len(work)), per_item)
-    first = np.arange(len(item)) - np.repeat(np.cumsum(per_item) - per_item, per_item)
-    tasks = np.column_stack([item, first, heads[item]]).astype(np.int32)
-    return tasks, int((rows * heads).max(initial=0))
-
-
-def _level_row(level: Level) -> np.ndarray:
+def _level_row(level: Level) -> tuple[int, ...]:
+    """Return where a level's pages lie, as the kernels' table of levels has it."""
     kv = level.kv
-    row = np.zeros(LEVEL_COLUMNS, np.int64)
-    row[:] = (
-        kv.k.ctypes.data, *kv.k.strides[:3], kv.v.ctypes.data, *kv.v.strides[:3],
-        kv.kv_indices.ctypes.data, kv.page_size, kv.num_pages,
-    )  # fmt: skip
-    return row
+    k, v, ids = kv.k, kv.v, kv.kv_indices
+    return (k.ctypes.data, *k.strides[:3], v.ctypes.data, *v.strides[:3], ids.ctypes.data, kv.page_size, kv.num_pages)
 
 
 def _queries(problem: Problem, q: np.ndarray, scale: float, k_scale: Any) -> Queries:

@@ -89,7 +89,10 @@ def _value_tile(queries: int):
                     for i in range(queries)
                 ]
                 factor = [lanes.load_splat(lanes.add(alpha, i * lanes.bytes)) for i in range(queries)]
-                sums = [[lanes.variable(lanes.product(lanes.load(at), factor[i])) for at in place[i]] for i in range(queries)]
+                sums = [
+                    [lanes.variable(lanes.product(lanes.load(at), factor[i])) for at in place[i]]
+                    for i in range(queries)
+                ]
                 with lanes.loop(0, n, 1) as (j, _):
                     entry = lanes.mul(j, 8)
                     v = lanes.add(lanes.add(lanes.load_as(I64, lanes.add(rows, entry), 8), head), here)

@@ -47,7 +47,9 @@ def common_library(**arrays: Array) -> str:
         found.setdefault(str(library_of(require_array(name, x))), name)
     if len(found) > 1:
         (lib_a, a), (lib_b, b) = list(found.items())[:2]
-        raise ContractError(f"{b}: must live where {a} does ({lib_a}), got {lib_b}. Data arrays are never moved silently.")
+        raise ContractError(
+            f"{b}: must live where {a} does ({lib_a}), got {lib_b}. Data arrays are never moved silently."
+        )
     return next(iter(found))
 
 
@@ -65,9 +67,15 @@ def confirm_target(target: str | None, library: str) -> str:
     raise TargetError('target: "cpu" needs NumPy arrays, got CuPy arrays. Move them with cupy.asnumpy(x).')
 
 
+_names: dict[np.dtype, str] = {}  # str(dtype) takes a microsecond, and a call asks a dozen times
+
+
 def dtype_name(x: Array) -> str:
     """Return the element type's name, e.g. ``"bfloat16"`` or ``"float8_e4m3fn"``."""
-    return str(x.dtype)
+    name = _names.get(x.dtype)
+    if name is None:
+        name = _names[x.dtype] = str(x.dtype)
+    return name
 
 
 def dtype_from_name(name: Any) -> np.dtype:

@@ -105,7 +105,9 @@ def check_levels(levels: Any, q: Array) -> tuple[tuple[Level, ...], str]:
                     f"levels[{i}].kv: must have level 0's {what} {getattr(kv_0, what)}, got {getattr(kv, what)}."
                 )
         name = "qo_indptr" if len(levels) == 1 else f"levels[{i}].qo_indptr"
-        offsets = check_offsets(name, level.qo_indptr, kv.batch_size, q.shape[0], first=len(levels) == 1, library=library)
+        offsets = check_offsets(
+            name, level.qo_indptr, kv.batch_size, q.shape[0], first=len(levels) == 1, library=library
+        )
         checked.append(Level(kv, offsets, bool(level.causal)))
     return tuple(checked), library
 
@@ -182,7 +184,7 @@ def check_mask(mask: Array | None, levels: tuple[Level, ...], num_heads: int, li
         raise ContractError(f"attn_mask: must have 1 to 4 dimensions, got {mask.ndim}.")
     batch = len(levels[-1].qo_indptr) - 1
     rows = int(np.diff(levels[-1].qo_indptr).max(initial=0))
-    keys = sum(int(level.kv.kv_lens.max(initial=0)) for level in levels)
+    keys = _most_keys(levels)
     view = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     exact = (view.shape[0] in (1, batch), view.shape[1] in (1, num_heads))
     enough = (view.shape[2] == 1 or view.shape[2] >= rows, view.shape[3] == 1 or view.shape[3] >= keys)
@@ -192,6 +194,14 @@ def check_mask(mask: Array | None, levels: tuple[Level, ...], num_heads: int, li
             f"(requests, heads, rows, keys; surplus rows and keys are not read), got shape {mask.shape}."
         )
     return view
+
+
+def _most_keys(levels: tuple[Level, ...]) -> int:
+    """Return the largest number of keys that all levels together give one row."""
+    totals = np.zeros(max(int(level.qo_indptr[-1]) for level in levels), np.int64)
+    for level in levels:
+        totals[level.qo_indptr[0] : level.qo_indptr[-1]] += np.repeat(level.kv.kv_lens, np.diff(level.qo_indptr))
+    return int(totals.max(initial=0))
 
 
 def check_row_ints(

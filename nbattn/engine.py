@@ -108,7 +108,9 @@ def plan(
     num_qo_heads = contracts.check_int("num_qo_heads", num_qo_heads, at_least=1)
     kv = levels[0].kv
     if num_qo_heads % kv.num_kv_heads:
-        raise ContractError(f"num_qo_heads: must be a multiple of {kv.num_kv_heads} (num_kv_heads), got {num_qo_heads}.")
+        raise ContractError(
+            f"num_qo_heads: must be a multiple of {kv.num_kv_heads} (num_kv_heads), got {num_qo_heads}."
+        )
     rules = PlanRules(
         num_qo_heads,
         tuple(level.causal for level in levels),
@@ -131,7 +133,9 @@ def planned_levels(
     checked = []
     for i, level in enumerate(given):
         if not isinstance(level, Level) or not isinstance(level.kv, PagedKV):
-            raise ContractError(f"kv_or_levels: must be a PagedKV or a list of Level, got {type(kv_or_levels).__name__}.")
+            raise ContractError(
+                f"kv_or_levels: must be a PagedKV or a list of Level, got {type(kv_or_levels).__name__}."
+            )
         name = "qo_indptr" if len(given) == 1 else f"levels[{i}].qo_indptr"
         offsets = contracts.check_offsets(
             name, level.qo_indptr, level.kv.batch_size, 2**31 - 1, first=len(given) == 1, library=level.kv.library

@@ -66,6 +66,7 @@ def visible_keys(position, key_position, kv_len, causal, window_left, chunk_size
             chunk_position = idiv(position, chunk_size) * chunk_size
             first = max(first, chunk_position - key_position)
             end = min(end, chunk_position + chunk_size - key_position)
+    first = min(first, kv_len)
     return first, max(first, end)
 
 

@@ -168,7 +168,9 @@ def _check_states(v_name: str, v: Array, s_name: str, s: Array, ndim: int) -> st
     if dtype_name(v) not in QUERY_DTYPES:
         raise ContractError(f"{v_name}: must be one of {', '.join(QUERY_DTYPES)}, got {dtype_name(v)}.")
     if dtype_name(s) not in STATE_DTYPES:
-        raise ContractError(f"{s_name}: must be float32 or float64, got {dtype_name(s)}. A log-sum-exp needs the range.")
+        raise ContractError(
+            f"{s_name}: must be float32 or float64, got {dtype_name(s)}. A log-sum-exp needs the range."
+        )
     if library != "numpy" and "float64" in (dtype_name(v), dtype_name(s)):
         raise TargetError(f"{v_name}, {s_name}: float64 runs on the CPU only, got a CuPy array.")
     check_last_axis(v_name, v)

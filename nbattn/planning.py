@@ -59,7 +59,9 @@ class Plan:
             capacity["page-table entries"] = max(capacity["page-table entries"], max_num_pages)
         self.capacity = capacity
 
-    def update(self, kv_or_levels: Any, qo_indptr: Any = None, *, kv_start: Any = None, q_positions: Any = None) -> None:
+    def update(
+        self, kv_or_levels: Any, qo_indptr: Any = None, *, kv_start: Any = None, q_positions: Any = None
+    ) -> None:
         """Refill the plan for new lengths, tables or offsets; replayed graphs see it.
 
         Parameters
@@ -117,7 +119,9 @@ class Plan:
         for field in fields(PlanRules):
             planned, given = getattr(self.rules, field.name), getattr(rules, field.name)
             if planned != given and not (field.name == "split_size" and given is None):
-                raise ContractError(f"{field.name}: must be the plan's {planned}, got {given}. Plan with the same options.")
+                raise ContractError(
+                    f"{field.name}: must be the plan's {planned}, got {given}. Plan with the same options."
+                )
         if num_rows < self.num_rows:
             raise ContractError(f"q: must have at least the plan's {self.num_rows} rows, got {num_rows}.")
         for i, (level, planned) in enumerate(zip(levels, self.lengths, strict=True)):

@@ -124,7 +124,7 @@ def cascade_attention(
             index = np.arange(first, end) - offsets[-1][request]
             num_new = int(offsets[-1][request + 1] - offsets[-1][request])
             start = 0 if kv_start is None else int(kv_start[request])
-        keep, bias = mask_block(attn_mask, request or 0, index, num_keys)
+        keep, bias = (True, 0.0) if request is None else mask_block(attn_mask, request, index, num_keys)
         new_out[first:end], new_lse[first:end] = attend(
             q[first:end], k, v, options, keep=mapped & keep, bias=bias, causal=np.concatenate(causal),
             row_position=start + num_keys - num_new + index if q_positions is None else q_positions[first:end],
