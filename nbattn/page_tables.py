@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from nbattn.arrays import Array, dtype_name, library_of, require_array
 from nbattn.errors import ContractError, PageTableError
 
 INT32_MAX = 2**31 - 1
+MOST_PAGES = 2**31  # every id names a page: the page count is not known yet
 MAX_NAMED = 8  # positions that a report lists for one broken rule before it only counts
 
 
@@ -26,6 +27,7 @@ class TableForm(NamedTuple):
     ids: str  # the argument that holds page ids
     lens: str  # the argument that holds lengths
     kind: Literal["csr", "table", "slots"]
+    indptr: str = "kv_indptr"  # the argument that holds a CSR list's offsets
 
 
 PAGE_TABLE = TableForm("kv_indices", "kv_last_page_len", "csr")
@@ -54,6 +56,13 @@ class PageTable:
     num_pages: int
     form: TableForm
 
+    def over(self, num_pages: int) -> PageTable:
+        """Return the same table over a cache of another number of pages, which ids on the host must not pass."""
+        table = replace(self, num_pages=num_pages)
+        if library_of(self.kv_indices) == "numpy":
+            raise_first(table.faults())
+        return table
+
     def faults(self) -> Iterator[str]:
         """Yield one message for every broken rule, reading the page ids back from a device if need be."""
         ids = self.kv_indices if library_of(self.kv_indices) == "numpy" else self.kv_indices.get()
@@ -62,21 +71,34 @@ class PageTable:
 
 def csr_table(kv_indptr: Array, kv_indices: Array, kv_last_page_len: Array, k: Array) -> PageTable:
     """Return the table of FlashInfer's three arrays over pages `k`; entries past ``kv_indptr[-1]`` are ignored."""
-    library, page_size = library_of(k), k.shape[1]
-    indptr = host_int64("kv_indptr", kv_indptr, library)
-    last_page_len = host_int64("kv_last_page_len", kv_last_page_len, library)
-    require_index_array("kv_indices", kv_indices, 1, library)
+    return csr_table_of(kv_indptr, kv_indices, kv_last_page_len, *k.shape[1::-1], library=library_of(k))
+
+
+def csr_table_of(
+    kv_indptr: Array,
+    kv_indices: Array,
+    kv_last_page_len: Array,
+    page_size: int,
+    num_pages: int = MOST_PAGES,
+    *,
+    library: str | None = None,
+    form: TableForm = PAGE_TABLE,
+) -> PageTable:
+    """Return the same for a cache that is known by its sizes only; its page count may come later, by `PageTable.over`."""
+    indptr = host_int64(form.indptr, kv_indptr, library)
+    last_page_len = host_int64(form.lens, kv_last_page_len, library)
+    require_index_array(form.ids, kv_indices, 1, library)
     if indptr.size == 0:
-        raise PageTableError("kv_indptr: must hold at least the leading 0, got an empty array.")
+        raise PageTableError(f"{form.indptr}: must hold at least the leading 0, got an empty array.")
     if last_page_len.size != indptr.size - 1:
         raise PageTableError(
-            f"kv_last_page_len: must have {indptr.size - 1} entries (one per request of kv_indptr),"
+            f"{form.lens}: must have {indptr.size - 1} entries (one per request of {form.indptr}),"
             f" got {last_page_len.size}."
         )
-    raise_first(indptr_faults(indptr, kv_indices.shape[0]))
+    raise_first(indptr_faults(indptr, kv_indices.shape[0], form))
     pages = indptr[1:] - indptr[:-1]
     lens = np.where(pages > 0, (pages - 1) * page_size + last_page_len, 0)  # no page: whatever last_page_len says
-    return _checked(indptr, kv_indices[: int(indptr[-1])], lens, k, PAGE_TABLE)
+    return _checked(indptr, kv_indices[: int(indptr[-1])], lens, page_size, num_pages, form)
 
 
 def block_table(table: Array, kv_lens: Array, k: Array, form: TableForm = BLOCK_TABLE) -> PageTable:
@@ -89,7 +111,7 @@ def block_table(table: Array, kv_lens: Array, k: Array, form: TableForm = BLOCK_
             f"{form.ids}: must have {lens.size} rows (one per entry of {form.lens}), got {batch_size}."
         )
     indptr = np.arange(batch_size + 1, dtype=np.int64) * max_blocks
-    return _checked(indptr, table.reshape(-1), lens, k, form)
+    return _checked(indptr, table.reshape(-1), lens, *k.shape[1::-1], form)
 
 
 def slot_table(slot_ids: Array | None, kv_lens: Array, k: Array, form: TableForm = SLOTS) -> PageTable:
@@ -107,11 +129,12 @@ def slot_table(slot_ids: Array | None, kv_lens: Array, k: Array, form: TableForm
         if ids.size != batch_size:
             rule = f"must have {batch_size} entries (one per entry of {form.lens})"
             raise PageTableError(f"{form.ids}: {rule}, got {ids.size}.")
-    return _checked(np.arange(batch_size + 1, dtype=np.int64), ids, lens, k, form)
+    return _checked(np.arange(batch_size + 1, dtype=np.int64), ids, lens, *k.shape[1::-1], form)
 
 
-def _checked(indptr: np.ndarray, ids: Array, lens: np.ndarray, k: Array, form: TableForm) -> PageTable:
-    num_pages, page_size = k.shape[:2]
+def _checked(
+    indptr: np.ndarray, ids: Array, lens: np.ndarray, page_size: int, num_pages: int, form: TableForm
+) -> PageTable:
     raise_first(table_faults(indptr, ids, lens, page_size, num_pages, form))
     return PageTable(indptr.astype(np.int32), snapshot(ids), lens.astype(np.int32), page_size, num_pages, form)
 
@@ -121,7 +144,7 @@ def table_faults(
 ) -> Iterator[str]:
     """Yield a message per broken rule; ids on a device are not looked at."""
     indptr, lens = indptr.astype(np.int64), lens.astype(np.int64)
-    broken = list(indptr_faults(indptr, ids.shape[0]))
+    broken = list(indptr_faults(indptr, ids.shape[0], form))
     yield from broken
     if broken:  # nobody can say which entries belong to whom
         return
@@ -136,17 +159,18 @@ def table_faults(
         yield from _id_faults(indptr, ids, used, page_size, num_pages, form)
 
 
-def indptr_faults(indptr: np.ndarray, entries: int) -> Iterator[str]:
+def indptr_faults(indptr: np.ndarray, entries: int, form: TableForm) -> Iterator[str]:
     """Yield a message per broken rule of the offsets alone."""
+    name = form.indptr
     if indptr[0] != 0:
-        yield f"kv_indptr[0]: must be 0, got {indptr[0]}."
+        yield f"{name}[0]: must be 0, got {indptr[0]}."
     pages = indptr[1:] - indptr[:-1]
     yield from _named(
         np.flatnonzero(pages < 0),
-        lambda b: f"kv_indptr[{b + 1}]: must be at least {indptr[b]} (kv_indptr[{b}]), got {indptr[b + 1]}.",
+        lambda b: f"{name}[{b + 1}]: must be at least {indptr[b]} ({name}[{b}]), got {indptr[b + 1]}.",
     )
     if indptr[-1] > entries:
-        yield f"kv_indptr[{indptr.size - 1}]: must be at most {entries} (entries of kv_indices), got {indptr[-1]}."
+        yield f"{name}[{indptr.size - 1}]: must be at most {entries} (entries of {form.ids}), got {indptr[-1]}."
 
 
 def _length_faults(
@@ -160,8 +184,8 @@ def _length_faults(
             return f"kv_lens[{b}]: must be 0 (request {b} owns no page), got {lens[b]}."
         if form.kind == "csr":
             last = lens[b] - (most[b] - page_size)
-            owned = f"request {b} owns kv_indices[{indptr[b]}:{indptr[b + 1]}]"
-            return f"kv_last_page_len[{b}]: must be in 1..{page_size} (page_size), got {last} ({owned})."
+            owned = f"request {b} owns {form.ids}[{indptr[b]}:{indptr[b + 1]}]"
+            return f"{form.lens}[{b}]: must be in 1..{page_size} (page_size), got {last} ({owned})."
         space = "slots of a row" if form.kind == "slots" else f"{capacity[b]} blocks of {page_size} in {form.ids}"
         return f"{form.lens}[{b}]: must be in 0..{most[b]} ({space}), got {lens[b]}."
 
