@@ -60,6 +60,13 @@ class Comparison:
         """True if no element is over the budget."""
         return self.over == 0
 
+    @property
+    def share(self) -> float:
+        """The largest error as a fraction of the budget; 0 without error."""
+        if self.max_error == 0.0:
+            return 0.0
+        return self.max_error / self.budget if self.budget > 0 else math.inf
+
     def __str__(self) -> str:
         """Return one line with the coordinates of the worst element."""
         return (

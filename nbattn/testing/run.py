@@ -35,6 +35,11 @@ class Result:
         """True if both are within their budgets and nothing was written beside them."""
         return self.out.passed and self.lse.passed and self.guarded
 
+    @property
+    def budget_share(self) -> float:
+        """The larger of the two errors as a fraction of its budget; below 1 where both are within."""
+        return max(part.share for part in (self.out, self.lse))
+
     def __str__(self) -> str:
         """Return the repro and one line for each of out and lse."""
         lines = [repr(self.case), str(self.out), str(self.lse)]
