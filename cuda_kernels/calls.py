@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from nbattn.cuda_kernels.metadata import DECODE_ROWS, PREFILL_ROWS, PlanMetadata, Segment
+from nbattn.cuda_kernels.metadata import DECODE_ROWS, PREFILL_ROWS, PlanMetadata, upload_integers
 from nbattn.cuda_kernels.parameters import KINDS
 from nbattn.errors import TargetError
 
@@ -45,7 +45,9 @@ class AttentionOptions:
     rope_k_scale : array, shape [num_kv_heads, head_dim_qk], float32, contiguous, optional
         What keys are multiplied by before they are rotated.
     v_scale : array, shape [num_kv_heads, head_dim_vo], float32, contiguous, optional
-    output_gate : array, shape [rows, num_qo_heads, head_dim_vo], optional
+    v_unit : float
+        A scale of all values, times `v_scale`.
+    output_gate : array, shape [rows, num_qo_heads, head_dim_vo or 1], optional
         ``out * sigmoid(gate)``.
     lse_base : {"2", "e"}
     """
@@ -62,6 +64,7 @@ class AttentionOptions:
     rope_origin: int = 0
     rope_k_scale: Array | None = None
     v_scale: Array | None = None
+    v_unit: float = 1.0
     output_gate: Array | None = None
     lse_base: str = "2"
 
@@ -142,6 +145,13 @@ def _feature_values(device: Any, options: AttentionOptions) -> tuple:
     )
 
 
+def _gate_values(device: Any, gate: Array | None) -> tuple:
+    if gate is None:
+        return (0,) * 5
+    step = gate.strides[2] if gate.shape[2] > 1 else 0
+    return device.address(gate), gate.strides[0], gate.strides[1], step, kind_of(gate.dtype)
+
+
 def _result_values(device: Any, states: tuple[int, int], out: Array, lse: Array | None, options: Any) -> tuple:
     sinks, v_scale, gate = options.sinks, options.v_scale, options.output_gate
     return (
@@ -151,7 +161,8 @@ def _result_values(device: Any, states: tuple[int, int], out: Array, lse: Array 
         LN2 if options.lse_base == "e" else 1.0,
         device.address(sinks) if sinks is not None else 0,
         device.address(v_scale) if v_scale is not None else 0,
-        *((device.address(gate), *gate.strides, kind_of(gate.dtype)) if gate is not None else (0,) * 5),
+        options.v_unit,
+        *_gate_values(device, gate),
     )
 
 
@@ -188,7 +199,7 @@ def run_paged(
     lse : array, shape [total_rows, num_qo_heads], float32, optional
     """
     pointers = metadata.pointers
-    states = states_v, states_s = (0, 0)
+    states = (0, 0)
     if metadata.num_states:
         states_v, states_s = metadata.states(q.shape[1], out.shape[2])
         states = device.address(states_v), device.address(states_s)
@@ -197,35 +208,85 @@ def run_paged(
     result = _result_values(device, states, out, lse, options)
     for segment in metadata.segments:
         kv = kvs[segment.level]
-        table = metadata.tables[segment.level]
-        table = table if isinstance(table, int) else device.address(table)
+        table = metadata.table_address(segment.level, kv.kv_indices)
         family, constants, pairs = paged_specialisation(device, q, kv.k, kv.v, options, segment.tile)
         grid = (segment.count, kv.k.shape[2], -(-segment.pairs // pairs))
         cache_values = _cache_values(device, kv, table, q, options.scale)
         values = (metadata.work_address(segment), *rows, *query, *cache_values, *features, *result)
         device.launch(family, constants, grid, values)
     if metadata.num_merges:
-        _merge_slots(device, metadata, (states_v, states_s), q.shape[1], kvs[0].k.shape[2], options, out, lse)
+        lists = [pointers[name] for name in ("merge rows", "merge indptr", "merge slots")]
+        _merge_slots(device, lists, metadata.num_merges, states, q.shape[1], kvs[0].k.shape[2], options, out, lse)
+
+
+def run_gather(
+    device: Any, work_list: Any, q: Array, kv: Any, token_indices: Array, counts: Array, options: AttentionOptions,
+    out: Array, lse: Array | None,
+) -> None:  # fmt: skip
+    """Run attention over index lists.
+
+    Parameters
+    ----------
+    device : Device
+    work_list : nbattn.work_list.WorkList
+        Made by `build_gather_work` for lists as long as their width: the true counts are read on the device.
+    q, kv, options, out, lse
+        As for `run_paged`; of the options only scale, sinks, v_scale, v_unit, output_gate and lse_base count.
+    token_indices : int32 array, shape [rows, width]
+        On the device, last axis contiguous.
+    counts : int32 array, shape [rows]
+        On the device, contiguous.
+    """
+    num_rows, heads, head_dim = out.shape
+    num_kv_heads = kv.k.shape[2]
+    group = heads // num_kv_heads
+    host = [work_list.work, work_list.merge_rows, work_list.merge_indptr, work_list.merge_slots]
+    on_device = device.holds(kv.kv_indices)
+    buffer, addresses = upload_integers(device, host if on_device else [*host, kv.kv_indices])
+    table = device.address(kv.kv_indices) if on_device else addresses[4]
+    states: tuple = (0, 0)
+    if work_list.num_states:
+        states_v = device.empty((work_list.num_states, heads, head_dim), "float32")
+        states_s = device.empty((work_list.num_states, heads), "float32")
+        states = device.address(states_v), device.address(states_s)
+    sizes = head_size_class(str(kv.k.dtype), kv.k.shape[3], head_dim)
+    family, pairs = "gather_attention", DECODE_ROWS
+    constants: dict[str, Any] = {"cache": str(kv.k.dtype)}
+    if sizes is None or not _fits_tile(device, q, kv.k, kv.v, options):
+        family, pairs = "gather_plain", 1
+        constants["head_dim"] = plain_head_class(kv.k.shape[3], head_dim)
+    else:
+        constants.update(head_dim_qk=sizes[0], head_dim_vo=sizes[1])
+    values = (
+        *(addresses[0], device.address(token_indices), token_indices.strides[0], device.address(counts)),
+        *_query_values(device, q),
+        *_cache_values(device, kv, table, q, options.scale),
+        *_result_values(device, states, out, lse, options),
+    )
+    device.launch(family, constants, (len(work_list.work), num_kv_heads, -(-group // pairs)), values)
+    if len(work_list.merge_rows):
+        _merge_slots(device, addresses[1:4], len(work_list.merge_rows), states, heads, num_kv_heads, options, out, lse)
+    del buffer
 
 
 def _merge_slots(
-    device: Any, metadata: PlanMetadata, states: tuple, heads: int, kv_heads: int, options: Any, out: Array, lse: Any
-) -> None:
-    """Merge the plan's partial states into the rows they belong to."""
-    pointers = metadata.pointers
+    device: Any, lists: list[int], num_merges: int, states: tuple[int, int], heads: int, kv_heads: int, options: Any,
+    out: Array, lse: Any,
+) -> None:  # fmt: skip
+    """Merge a plan's partial states into the rows they belong to; `lists` are the merges' rows, indptr and slots."""
     head_dim = out.shape[2]
-    v, s = (device.address(x) if not isinstance(x, int) else 0 for x in states)
+    v, s = states
     result = _result_values(device, (0, 0), out, lse, options)
     values = (
         *(v, 0, 4 * heads * head_dim, 4 * head_dim, 4, KINDS["float32"]),
         *(s, 0, 4 * heads, 4, KINDS["float32"]),
-        *(pointers["merge rows"], pointers["merge indptr"], pointers["merge slots"]),
-        *(metadata.num_merges, 0, heads, heads // kv_heads, head_dim),
+        *lists,
+        *(num_merges, 0, heads, heads // kv_heads, head_dim),
         *result[2:7],
         *(*result[7:10], KINDS["float32"], 1.0, result[10]),
         *result[11:],
     )
-    grid = (-(-metadata.num_merges * heads // WARPS_OF_MERGE), 1, 1)
+    grid = (-(-num_merges * heads // WARPS_OF_MERGE), 1, 1)
     device.launch("merge_states", {"vector": head_dim % 4 == 0}, grid, values)
 
 
@@ -245,7 +306,7 @@ def run_merge_states(device: Any, v: Array, s: Array, out: Array, lse: Array, ls
         *(device.address(out), *out.strides, kind_of(out.dtype)),
         *(device.address(lse), *lse.strides, kind_of(lse.dtype)),
         *((LOG2E, LN2) if lse_base == "e" else (1.0, 1.0)),
-        *(0,) * 7,
+        *(0, 0, 1.0, 0, 0, 0, 0, 0),
     )
     grid = (-(-rows * heads // WARPS_OF_MERGE), 1, 1)
     device.launch("merge_states", {"vector": vector}, grid, values)

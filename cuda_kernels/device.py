@@ -33,6 +33,10 @@ class Device:
         """Copy a host array over a device array of its size, in stream order; the host array may change afterwards."""
         array.set(host)
 
+    def copy(self, source: Any, target: Any) -> None:
+        """Copy an int32 or uint32 device array over another, in stream order."""
+        target[...] = source.view(target.dtype)
+
     def stream(self) -> int:
         """Return the handle of the current stream."""
         return launch.current_stream()

@@ -33,10 +33,11 @@ def normalise(m, d_sum, sinks, qo_head):
 
 @register_jitable
 def store_result(
-    value, dim, row, qo_head, kv_head, head_dim, out, out_row, out_head, out_dim, out_kind, v_scale, gate, gate_row, gate_head,
+    value, dim, row, qo_head, kv_head, head_dim, out, out_row, out_head, out_dim, out_kind, v_scale, v_unit, gate, gate_row, gate_head,
     gate_dim, gate_kind,
 ):  # fmt: skip
     """Scale, gate and cast one number of a finished row, and store it."""
+    value *= v_unit
     if v_scale != int64(0):
         value *= ptx.load_f32(v_scale + int64(kv_head * head_dim + dim) * int64(4))
     if gate != int64(0):
@@ -76,7 +77,7 @@ def make_write_row(warps: int, rows: int, pitch: int) -> Callable:
     @register_jitable
     def write_row(
         accumulators, partials, tile_row, lane, row, qo_head, kv_head, state, num_qo_heads, head_dim, state_v,
-        state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, gate, gate_row,
+        state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row,
         gate_head, gate_dim, gate_kind,
     ):  # fmt: skip
         """Write query row `row` of head `qo_head`: as partial state `state`, or finished if that is negative."""
@@ -110,7 +111,7 @@ def make_write_row(warps: int, rows: int, pitch: int) -> Callable:
                 ptx.store_f32(state_v + (slot * int64(head_dim) + int64(dim)) * int64(4), value)
             else:
                 store_result(
-                    value, dim, row, qo_head, kv_head, head_dim, out, out_row, out_head, out_dim, out_kind, v_scale, gate,
+                    value, dim, row, qo_head, kv_head, head_dim, out, out_row, out_head, out_dim, out_kind, v_scale, v_unit, gate,
                     gate_row, gate_head, gate_dim, gate_kind,
                 )  # fmt: skip
             dim += int32(32)

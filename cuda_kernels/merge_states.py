@@ -29,7 +29,7 @@ def make(vector: bool) -> Kernel:
     def merge_states(
         v, v_row, v_state, v_head, v_dim, v_kind, s, s_row, s_state, s_head, s_kind, merge_rows, merge_indptr,
         merge_slots, num_rows, num_states, num_heads, group_size, head_dim, out, out_row, out_head, out_dim, out_kind,
-        lse, lse_row, lse_head, lse_kind, s_unit, lse_unit, sinks, v_scale, gate, gate_row, gate_head, gate_dim, gate_kind,
+        lse, lse_row, lse_head, lse_kind, s_unit, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind,
     ):  # fmt: skip
         thread = int32(cuda.threadIdx.x)
         lane = int32(thread & int32(31))
@@ -96,7 +96,7 @@ def make(vector: bool) -> Kernel:
                 for e in range(WIDTH):
                     result = value[e] * inverse if inverse != float32(0) else float32(0)
                     store_result(result, dim + int32(e), row, head, idiv(head, group_size), head_dim, out, out_row,
-                                 out_head, out_dim, out_kind, v_scale, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
+                                 out_head, out_dim, out_kind, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
             if first == int32(0) and lane == int32(0) and lse != int64(0):
                 store_lse(lse + int64(row) * lse_row + int64(head) * lse_head, lse_kind, row_lse * lse_unit)
             first = int32(first + int32(32 * WIDTH))

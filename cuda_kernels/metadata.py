@@ -68,7 +68,7 @@ class PlanMetadata:
     num_states : int
         Partial-state slots.
     tables : list of int32 array
-        Page ids of each level; those that live on the device already stay where they are.
+        Page ids of each level, on the host or on the device.
     group_size : int
         Query heads of a KV head.
     room : Room
@@ -79,6 +79,7 @@ class PlanMetadata:
         self.device, self.group_size, self.room = device, group_size, room
         self._buffer: Any = None
         self._states: dict[tuple, tuple] = {}
+        self._other_tables: dict[int, Any] = {}
         self._fill(**plan)
 
     def update(self, **plan: Any) -> None:
@@ -111,16 +112,35 @@ class PlanMetadata:
         parts["merge rows"], parts["merge indptr"] = (padded_rows, merges), (padded_indptr, merges + 1)
         parts["merge slots"] = (merge_slots, max(len(merge_slots), room.merge_slots or 0))
         for level, table in enumerate(tables):
-            if isinstance(table, np.ndarray) and not self.device.holds(table):
-                parts[f"table {level}"] = (table, max(len(table), room.pages or 0))
+            host = np.zeros(0, np.int32) if self.device.holds(table) else table
+            parts[f"table {level}"] = (host, max(table.size, room.pages or 0))
         if first:
             self._lay_out(parts)
             self.num_states, self.num_merges = max(num_states, room.states or 0), merges
         if num_states > self.num_states:
             raise ContractError(f"plan: must fit its room of {self.num_states} partial states, got {num_states}.")
         self._copy(parts)
+        self._tables = tables
         for level, table in enumerate(tables):
-            self.tables[level] = self._address(f"table {level}") if f"table {level}" in parts else table
+            if self.device.holds(table):
+                begin, size = self._places[f"table {level}"]
+                if table.size > size:
+                    raise ContractError(f"plan: must fit its room of {size} page-table entries, got {table.size}.")
+                self.device.copy(table, self._buffer[begin : begin + table.size])
+
+    def table_address(self, level: int, kv_indices: Any) -> int:
+        """Return the address of a call's page ids: the plan's own copy, unless the call brings another table."""
+        planned = self._tables[level]
+        if kv_indices is planned:
+            return self._address(f"table {level}")
+        if self.device.holds(kv_indices):
+            return self.device.address(kv_indices)
+        if kv_indices.shape == planned.shape and np.array_equal(kv_indices, planned):
+            return self._address(f"table {level}")
+        self._other_tables[level] = self.device.empty((max(kv_indices.size, 1),), "int32")
+        if kv_indices.size:
+            self.device.upload(kv_indices, self._other_tables[level])
+        return self.device.address(self._other_tables[level])
 
     def _segments_of(self, work: np.ndarray, first: bool) -> list[tuple[int, str, np.ndarray]]:
         """Split the items by level and tile; an update keeps to the segments that exist."""
@@ -144,7 +164,7 @@ class PlanMetadata:
         return found
 
     def _lay_out(self, parts: dict[str, tuple[np.ndarray, int]]) -> None:
-        self._places, self.segments, self.tables, end = {}, [], {}, 0
+        self._places, self.segments, end = {}, [], 0
         for name, (array, size) in parts.items():
             self._places[name] = (end, size)
             if name.startswith("work "):
@@ -190,3 +210,15 @@ class PlanMetadata:
             shape = (self.num_states, num_qo_heads)
             self._states[key] = (self.device.empty((*shape, head_dim), "float32"), self.device.empty(shape, "float32"))
         return self._states[key]
+
+
+def upload_integers(device: Any, arrays: list[np.ndarray]) -> tuple[Any, list[int]]:
+    """Copy int32 arrays to the device in one piece; return what keeps them alive, and the address of each."""
+    sizes = [-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+    host = np.zeros(max(sum(sizes), 1), np.int32)
+    begins = np.cumsum([0, *sizes])
+    for array, begin in zip(arrays, begins, strict=False):
+        host[begin : begin + array.size] = array.ravel()
+    buffer = device.empty(host.shape, "int32")
+    device.upload(host, buffer)
+    return buffer, [device.address(buffer) + 4 * int(begin) for begin in begins[:-1]]

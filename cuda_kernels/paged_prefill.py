@@ -59,7 +59,7 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
         v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads, scale,
         window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key, mask_kind,
         rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head, out_dim,
-        out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, gate, gate_row, gate_head, gate_dim, gate_kind,
+        out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind,
     ):  # fmt: skip
         item, kv_head = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
         thread = int32(cuda.threadIdx.x)
@@ -160,7 +160,7 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
             slot = int32(state + row - row_begin) if state >= int32(0) else int32(-1)
             write_row(accumulators, partials, tile_row, lane, row, qo_head, kv_head, slot, num_qo_heads, head_dim_vo,
                       state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit,
-                      sinks, v_scale, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
+                      sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
             keep_rolled()
 
     return Kernel(paged_prefill, 32 * WARPS, 2, SHARED)

@@ -44,6 +44,7 @@ _RESULT = """
     f32: lse_unit                    # 1 for base 2, ln 2 for base e
     i64: sinks                       # float32 [qo_head], natural logarithm
     i64: v_scale                     # float32 [kv_head, head_dim_vo]
+    f32: v_unit                      # a scale of all values
     i64: gate gate_row gate_head gate_dim   # [row, qo_head, head_dim_vo]
     i32: gate_kind
 """
@@ -97,6 +98,7 @@ PARAMETERS: dict[str, Parameters] = {
     i32: lse_kind
     f32: s_unit lse_unit                   # what turns s into base 2, and a base-2 lse into what is asked for
     i64: sinks v_scale
+    f32: v_unit
     i64: gate gate_row gate_head gate_dim
     i32: gate_kind
     """

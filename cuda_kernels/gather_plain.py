@@ -1,0 +1,81 @@
+"""Attention over index lists without matrix instructions: float32 caches and odd head sizes.
+
+A block takes one work item, one KV head and one query head; its four warps take interleaved runs of 32 entries.
+"""
+
+from __future__ import annotations
+
+from numba import cuda
+from numba.cuda import int32, int64, types
+
+from nbattn.cuda_kernels import ptx
+from nbattn.cuda_kernels.compile import Kernel
+from nbattn.cuda_kernels.epilogue import EMPTY, make_write_row
+from nbattn.cuda_kernels.formats import F32
+from nbattn.cuda_kernels.gather_attention import (
+    KV_LEN,
+    LIST_BEGIN,
+    LIST_END,
+    PAGE_BEGIN,
+    ROW,
+    STATE,
+    gather_field,
+    list_entry,
+    resolve,
+)
+from nbattn.cuda_kernels.loops import keep_rolled
+from nbattn.cuda_kernels.plain import WARPS, empty_accumulator, load_row, make_plain, publish_row
+from nbattn.cuda_kernels.rows import element
+from nbattn.indexing import mapped_page
+
+
+def make(cache: str, head_dim: int) -> Kernel:
+    """Return the kernel for a cache format and head sizes up to `head_dim`."""
+    plain = make_plain(cache)
+    dot, fold = plain.dot, plain.fold
+    PITCH = 4 * head_dim
+    PARTIALS = PITCH * (1 + WARPS)
+    write_row = make_write_row(WARPS, 1, PITCH)
+
+    def gather_plain(
+        work, token_indices, token_indices_row, counts, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
+        v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads, scale,
+        state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale,
+        v_unit, gate, gate_row, gate_head, gate_dim, gate_kind,
+    ):  # fmt: skip
+        item, kv_head = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
+        qo_head = int32(kv_head * group_size + cuda.blockIdx.z)
+        thread = int32(cuda.threadIdx.x)
+        warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
+        query = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
+        accumulators, partials = query + int32(PITCH), query + int32(PARTIALS)
+        row, page_begin = gather_field(work, item, ROW), gather_field(work, item, PAGE_BEGIN)
+        kv_len, list_begin = gather_field(work, item, KV_LEN), gather_field(work, item, LIST_BEGIN)
+        list_end = int32(min(gather_field(work, item, LIST_END), element(counts, row)))
+        tokens = token_indices + int64(row) * token_indices_row
+        address = q + int64(row) * q_row + int64(qo_head) * q_head
+        load_row(query, address, q_kind, int64(4) if q_kind == F32 else int64(2), head_dim_qk, thread)
+        k += int64(kv_head) * k_head
+        v += int64(kv_head) * v_head
+
+        accumulator = accumulators + warp * int32(PITCH)
+        m, d_lane = empty_accumulator(accumulator, head_dim_vo, lane)
+        here = int32(list_begin + warp * int32(32))
+        while here < list_end:
+            token = list_entry(tokens, int32(here + lane), list_end)
+            page, slot = resolve(token, kv_len, page_begin, kv_indices, page_size)
+            score = EMPTY
+            if mapped_page(page, num_pages):
+                score = scale * dot(query, k + int64(page) * k_page + int64(slot) * k_slot, head_dim_qk)
+            m, d_lane = fold(score, page, slot, m, d_lane, accumulator, lane, v, v_page, v_slot, head_dim_vo)
+            here = int32(here + int32(32 * WARPS))
+            keep_rolled()
+
+        publish_row(m, d_lane, partials, warp, lane)
+        if warp == int32(0):
+            state = gather_field(work, item, STATE)
+            write_row(accumulators, partials, int32(0), lane, row, qo_head, kv_head, state, num_qo_heads, head_dim_vo,
+                      state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit,
+                      sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
+
+    return Kernel(gather_plain, 32 * WARPS, 4 if head_dim <= 1024 else 1, PARTIALS + WARPS * 8)
