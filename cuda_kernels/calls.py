@@ -290,28 +290,6 @@ def _merge_slots(
     device.launch("merge_states", {"vector": head_dim % 4 == 0}, grid, values)
 
 
-def run_merge_states(device: Any, v: Array, s: Array, out: Array, lse: Array, lse_base: str = "2") -> None:
-    """Merge ``v [n, states, heads, dim]`` and ``s [n, states, heads]`` into ``out [n, heads, dim]``, ``lse [n, heads]``.
-
-    Any strides; v and out float16, bfloat16 or float32, s and lse float32 or float64.
-    """
-    rows, states, heads, head_dim = v.shape
-    item = v.dtype.itemsize
-    bits = device.address(v) | v.strides[0] | v.strides[1] | v.strides[2]
-    vector = v.strides[3] == item and head_dim % 4 == 0 and not bits % (4 * item)
-    values = (
-        *(device.address(v), *v.strides, kind_of(v.dtype)),
-        *(device.address(s), *s.strides, kind_of(s.dtype)),
-        *(0, 0, 0, rows, states, heads, 1, head_dim),
-        *(device.address(out), *out.strides, kind_of(out.dtype)),
-        *(device.address(lse), *lse.strides, kind_of(lse.dtype)),
-        *((LOG2E, LN2) if lse_base == "e" else (1.0, 1.0)),
-        *(0, 0, 1.0, 0, 0, 0, 0, 0),
-    )
-    grid = (-(-rows * heads // WARPS_OF_MERGE), 1, 1)
-    device.launch("merge_states", {"vector": vector}, grid, values)
-
-
 def run_merge_pair(
     device: Any, v_a: Array, s_a: Array, v_b: Array, s_b: Array, out: Array, lse: Array, mask: Array | None = None,
     lse_base: str = "2",
@@ -329,3 +307,71 @@ def run_merge_pair(
     address = device.address(mask) if mask is not None else 0
     values = (*states, *kinds, rows, heads, head_dim, *units, address)
     device.launch("merge_pair", {}, (-(-rows * heads // WARPS_OF_MERGE), 1, 1), values)
+
+
+def run_merge_views(device: Any, sources: list[tuple[Array, Array]], out: Array, lse: Array, lse_base: str = "2") -> None:
+    """Merge equally spaced views ``(v [n, heads, dim], s [n, heads])`` of one array of states; none give 0 and -inf."""
+    rows, heads, head_dim = out.shape
+    v, s = sources[0] if sources else (out, lse)
+    steps = (0, 0)
+    if len(sources) > 1:
+        steps = tuple(device.address(b) - device.address(a) for a, b in zip(sources[0], sources[1], strict=True))
+    item = v.dtype.itemsize
+    bits = device.address(v) | steps[0] | v.strides[0] | v.strides[1]
+    vector = v.strides[2] == item and head_dim % 4 == 0 and not bits % (4 * item)
+    values = (
+        *(device.address(v), v.strides[0], steps[0], *v.strides[1:], kind_of(v.dtype)),
+        *(device.address(s), s.strides[0], steps[1], s.strides[1], kind_of(s.dtype)),
+        *(0, 0, 0, rows, len(sources), heads, 1, head_dim),
+        *(device.address(out), *out.strides, kind_of(out.dtype)),
+        *(device.address(lse), *lse.strides, kind_of(lse.dtype)),
+        *((LOG2E, LN2) if lse_base == "e" else (1.0, 1.0)),
+        *(0, 0, 1.0, 0, 0, 0, 0, 0),
+    )
+    grid = (-(-rows * heads // WARPS_OF_MERGE), 1, 1)
+    device.launch("merge_states", {"vector": vector}, grid, values)
+
+
+def run_prepare(
+    device: Any, q: Array, out: Array, rows: int, group_size: int, *, gain: Array | None = None, eps: float = 0.0,
+    planes: tuple[Array, Array] | None = None, positions: int = 0, origin: int = 0, interleaved: bool = False,
+    k_scale: Array | None = None,
+) -> None:  # fmt: skip
+    """Norm, rotate and scale the first `rows` rows of q into `out`, float32 of q's shape.
+
+    gain, planes and k_scale are contiguous float32 arrays, `positions` the address of one int32 a row; row 0 of the
+    planes is of position `origin`.
+    """
+    heads, head_dim = q.shape[1:]
+    cos, sin = (device.address(x) for x in planes) if planes is not None else (0, 0)
+    rope_dim, rope_rows = (2 * planes[0].shape[1], planes[0].shape[0]) if planes is not None else (0, 0)
+    values = (
+        *_query_values(device, q),
+        *(device.address(out), out.strides[0], out.strides[1], rows, heads, group_size, head_dim),
+        *(device.address(gain) if gain is not None else 0, eps),
+        *(cos, sin, positions, rope_dim, rope_rows, origin, int(interleaved)),
+        device.address(k_scale) if k_scale is not None else 0,
+    )
+    device.launch("prepare_query", {}, (-(-rows * heads // WARPS_OF_MERGE), 1, 1), values)
+
+
+def run_append(device: Any, key: Array, value: Array, k: Array, v: Array, lists: tuple[int, ...], batch_size: int) -> None:
+    """Copy tokens ``[tokens, heads, dim]`` to their pages.
+
+    `lists` are the addresses of batch_indices, positions, kv_indptr, kv_lens and kv_indices, all int32.
+    """
+    tokens, heads, head_dim = key.shape
+    key_bytes, value_bytes = head_dim * key.dtype.itemsize, value.shape[2] * value.dtype.itemsize
+    bits = key_bytes | value_bytes
+    for array in (key, value, k, v):
+        bits |= device.address(array)
+        for stride in array.strides[:-1]:
+            bits |= stride
+    unit = next(size for size in (16, 4, 2, 1) if not bits % size)
+    values = (
+        *(device.address(key), *key.strides[:2], device.address(value), *value.strides[:2]),
+        *(device.address(k), *k.strides[:3], device.address(v), *v.strides[:3]),
+        *lists,
+        *(tokens, batch_size, heads, k.shape[0], k.shape[1], key_bytes, value_bytes),
+    )
+    device.launch("append_rows", {"unit": unit}, (-(-tokens * heads // WARPS_OF_MERGE), 1, 1), values)

@@ -16,6 +16,7 @@ class Device:
         self.cupy = launch.cupy()
         self.number = int(self.cupy.cuda.runtime.getDevice())
         launch.compute_capability(self.number)
+        self.multiprocessors = int(self.cupy.cuda.Device(self.number).attributes["MultiProcessorCount"])
 
     def holds(self, array: Any) -> bool:
         """Return whether the array lives in the device's memory."""
@@ -36,6 +37,31 @@ class Device:
     def copy(self, source: Any, target: Any) -> None:
         """Copy an int32 or uint32 device array over another, in stream order."""
         target[...] = source.view(target.dtype)
+
+    def from_host(self, host: np.ndarray) -> Any:
+        """Return a copy of a host array on the device."""
+        return self.cupy.asarray(host)
+
+    def as_int32(self, array: Any) -> Any:
+        """Return integers as contiguous int32 on the device; an array that is that already is returned as it is.
+
+        A uint32 on the device is read as int32: what does not fit becomes negative, which every rule refuses.
+        """
+        if isinstance(array, np.ndarray):
+            return self.cupy.asarray(np.ascontiguousarray(array, np.int32))
+        same = array if array.dtype == np.int32 else array.view(np.int32)
+        return self.cupy.ascontiguousarray(same)
+
+    def as_float32(self, array: Any, shape: tuple[int, ...] | None = None) -> Any:
+        """Return a float array as contiguous float32, broadcast to `shape`; it is itself where it is that already."""
+        wide = self.cupy.asarray(array).astype(np.float32, copy=False)
+        if shape is not None and wide.shape != shape:
+            wide = self.cupy.broadcast_to(wide, shape)
+        return self.cupy.ascontiguousarray(wide)
+
+    def as_bytes(self, mask: Any) -> Any:
+        """Return a mask as contiguous bytes, 0 where it is 0."""
+        return self.cupy.ascontiguousarray(mask if mask.dtype.itemsize == 1 else mask != 0)
 
     def stream(self) -> int:
         """Return the handle of the current stream."""

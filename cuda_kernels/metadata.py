@@ -78,7 +78,7 @@ class PlanMetadata:
     def __init__(self, device: Any, *, group_size: int, room: Room = Room(), **plan: Any):
         self.device, self.group_size, self.room = device, group_size, room
         self._buffer: Any = None
-        self._states: dict[tuple, tuple] = {}
+        self._scratch: dict[tuple, Any] = {}
         self._other_tables: dict[int, Any] = {}
         self._fill(**plan)
 
@@ -204,12 +204,19 @@ class PlanMetadata:
         return self.device.address(self._buffer) + segment.offset
 
     def states(self, num_qo_heads: int, head_dim: int) -> tuple[Any, Any]:
-        """Return the float32 buffers of partial states, kept for each stream so that streams do not share them."""
-        key = (self.device.stream(), num_qo_heads, head_dim)
-        if key not in self._states:
-            shape = (self.num_states, num_qo_heads)
-            self._states[key] = (self.device.empty((*shape, head_dim), "float32"), self.device.empty(shape, "float32"))
-        return self._states[key]
+        """Return the buffers of partial states."""
+        shape = (self.num_states, num_qo_heads)
+        return self.scratch("state values", (*shape, head_dim)), self.scratch("state sums", shape)
+
+    def scratch(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Return a float32 buffer that lives as long as the plan, one for each stream.
+
+        A captured graph goes on using it, and calls on two streams do not share it.
+        """
+        key = (self.device.stream(), name, shape)
+        if key not in self._scratch:
+            self._scratch[key] = self.device.empty(shape, "float32")
+        return self._scratch[key]
 
 
 def upload_integers(device: Any, arrays: list[np.ndarray]) -> tuple[Any, list[int]]:

@@ -14,6 +14,7 @@ class LentDevice:
     """Stands in for `nbattn.cuda_kernels.device.Device`; kernels may touch the arrays it was asked for and no others."""
 
     def __init__(self) -> None:
+        self.multiprocessors = 1
         self.arrays: dict[int, np.ndarray] = {}
         self.launched: list[tuple[str, dict]] = []
 
@@ -34,6 +35,19 @@ class LentDevice:
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         target[...] = source
+
+    def from_host(self, host: np.ndarray) -> np.ndarray:
+        return host.copy()
+
+    def as_int32(self, array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array, np.int32)
+
+    def as_float32(self, array: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        wide = np.asarray(array).astype(np.float32)
+        return np.ascontiguousarray(wide if shape is None else np.broadcast_to(wide, shape))
+
+    def as_bytes(self, mask: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(mask != 0)
 
     def stream(self) -> int:
         return 0

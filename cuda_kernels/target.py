@@ -1,0 +1,217 @@
+"""How the engine's problems run on the GPU: options become arrays on the device, plans become device buffers.
+
+Importing this module imports neither CuPy nor Numba.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from nbattn.arrays import Array, dtype_name
+from nbattn.cuda_kernels import calls
+from nbattn.cuda_kernels.calls import AttentionOptions
+from nbattn.cuda_kernels.device import Device
+from nbattn.cuda_kernels.metadata import DECODE_ROWS, PREFILL_ROWS, PlanMetadata, Room
+from nbattn.errors import TargetError
+from nbattn.planning import Plan, Tiling
+from nbattn.problem import Level, Options, Preparation, Problem
+from nbattn.rotary import rope_planes
+from nbattn.work_list import WorkList, build_gather_work
+
+BLOCKS_PER_MULTIPROCESSOR = 2  # of the decode tile: see the register table of the tests
+ITEMS_PER_WORKER = 4  # what planning makes of a worker
+
+_devices: dict[int, Device] = {}
+_planes_on_device: dict[tuple, tuple[np.ndarray, Array, Array]] = {}
+
+
+def current_device() -> Device:
+    """Return the current CUDA device, or raise a TargetError that says what is missing."""
+    cupy = sys.modules.get("cupy")
+    number = int(cupy.cuda.runtime.getDevice()) if cupy is not None and _devices else -1
+    found = _devices.get(number)
+    if found is None:
+        found = Device()
+        _devices[found.number] = found
+    return found
+
+
+def tiling(levels: tuple[Level, ...], num_qo_heads: int) -> Tiling:
+    """Return how work is cut for this target: whole waves of resident blocks, one block a work item and KV head."""
+    num_kv_heads = levels[0].kv.num_kv_heads
+    group = num_qo_heads // num_kv_heads
+    longest = max(int(np.diff(level.qo_indptr).max(initial=0)) for level in levels)
+    tokens = longest if longest * group <= DECODE_ROWS else max(1, PREFILL_ROWS // group)
+    blocks = current_device().multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+    return Tiling(max(1, tokens), max(1, round(blocks / (num_kv_heads * ITEMS_PER_WORKER))))
+
+
+class PlanOnDevice:
+    """A plan's device buffers; `Plan.update` refills them, so that replayed graphs see it."""
+
+    def __init__(self, device: Device, plan: Plan, levels: tuple[Level, ...]):
+        group = plan.rules.num_qo_heads // levels[0].kv.num_kv_heads
+        capacity = plan.capacity
+        room = Room(
+            items=capacity.get("work items"),
+            states=capacity.get("states"),
+            merge_rows=capacity.get("merged rows"),
+            merge_slots=capacity.get("states"),
+            pages=capacity.get("page-table entries"),
+        )
+        if len(plan.work_list.work) >= (room.items or 0):  # a plan without room to grow pads nothing
+            room = Room(pages=room.pages)
+        self.metadata = PlanMetadata(device, group_size=group, room=room, **_integers(plan, levels))
+
+    def refill(self, plan: Plan, levels: tuple[Level, ...]) -> None:
+        """Copy an updated plan into the same buffers."""
+        self.metadata.update(**_integers(plan, levels))
+
+
+def _integers(plan: Plan, levels: tuple[Level, ...]) -> dict[str, Any]:
+    work_list, places = plan.work_list, plan.places
+    return {
+        "work": work_list.work,
+        "row_position": places.row_position,
+        "row_request": places.row_request,
+        "row_index": places.row_index,
+        "merge_rows": work_list.merge_rows,
+        "merge_indptr": work_list.merge_indptr,
+        "merge_slots": work_list.merge_slots,
+        "num_states": work_list.num_states,
+        "tables": [level.kv.kv_indices for level in levels],
+    }
+
+
+def run_paged(problem: Problem, plan: Plan, device: Any = None) -> None:
+    """Run a paged problem: write `problem.out` and `problem.lse`."""
+    device = device or current_device()
+    if plan.on_target is None:
+        plan.on_target = PlanOnDevice(device, plan, problem.levels)
+    metadata = plan.on_target.metadata
+    options = problem.options
+    prepare, planes, origin = options.prepare, None, 0
+    if options.rope is not None:
+        origin, planes = _rope_planes(device, problem, plan)
+        prepare = Preparation(cos=planes[0], sin=planes[1], origin=origin)
+    settings, k_scale = _settings(device, problem, planes, origin)
+    q = problem.q
+    if prepare is not None or (k_scale is not None and planes is None):
+        fold = None if planes is not None else k_scale
+        prepared = metadata.scratch("query", q.shape)
+        positions = metadata.pointers["position"]
+        q = _prepared_query(device, problem, prepared, plan.num_rows, prepare or Preparation(), fold, positions)
+    calls.run_paged(device, metadata, q, [level.kv for level in problem.levels], settings, problem.out, problem.lse)
+
+
+def run_gather(
+    problem: Problem, token_indices: Array, counts: Array, split_size: int | None, device: Any = None
+) -> None:
+    """Run a gather problem: write `problem.out` and `problem.lse`."""
+    device = device or current_device()
+    level = problem.levels[0]
+    kv = level.kv
+    num_rows, width = token_indices.shape
+    blocks = device.multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+    work_list: WorkList = build_gather_work(
+        kv.kv_lens, kv.kv_indptr[:-1], level.qo_indptr, np.full(num_rows, width), num_rows, split_size=split_size,
+        workers=max(1, round(blocks / (kv.num_kv_heads * ITEMS_PER_WORKER))),
+    )  # fmt: skip
+    settings, k_scale = _settings(device, problem, None, 0)
+    q = problem.q
+    if k_scale is not None:
+        q = _prepared_query(device, problem, device.empty(q.shape, "float32"), len(q), Preparation(), k_scale, 0)
+    lists = device.as_int32(token_indices)
+    calls.run_gather(device, work_list, q, kv, lists, device.as_int32(counts), settings, problem.out, problem.lse)
+
+
+def run_merge(
+    sources: list[tuple[Array, Array]], v: Array, s: Array, lse_base: str, mask: Array | None = None, device: Any = None
+) -> None:
+    """Merge the states of `sources`, pairs ``(v [n, heads, dim], s [n, heads])``, into (v, s) where `mask` is not 0.
+
+    Two states may be merged in place; more are equally spaced views of one array.
+    """
+    device = device or current_device()
+    if any(dtype_name(x) == "float64" for x in (v, *(v_x for v_x, _ in sources))):
+        raise TargetError("v: float64 runs on the CPU only, got a CuPy array. Use float32 or cupy.asnumpy(v).")
+    if v.shape[0] * v.shape[1] == 0:
+        return
+    if len(sources) == 2:
+        (v_a, s_a), (v_b, s_b) = sources
+        rows = None if mask is None else device.as_bytes(mask)
+        calls.run_merge_pair(device, v_a, s_a, v_b, s_b, v, s, rows, lse_base)
+    else:
+        calls.run_merge_views(device, sources, v, s, lse_base)
+
+
+def _settings(device: Any, problem: Problem, planes: Any, origin: int) -> tuple[AttentionOptions, Array | None]:
+    """Return the call's options on the device, and the keys' scale if it is not a number."""
+    options: Options = problem.options
+    kv, heads = problem.levels[0].kv, problem.levels[0].kv.num_kv_heads
+    scale, k_scale, v_unit, v_scale = options.sm_scale, options.k_scale, 1.0, options.v_scale
+    if isinstance(k_scale, (int, float)):
+        scale, k_scale = scale * k_scale, None
+    if isinstance(v_scale, (int, float)):
+        v_unit, v_scale = float(v_scale), None
+    if k_scale is not None:
+        k_scale = device.as_float32(k_scale, (heads, kv.head_dim_qk))
+    mask, gate = options.attn_mask, options.output_gate
+    settings = AttentionOptions(
+        scale=scale,
+        query_dtype=dtype_name(problem.q),
+        window_left=options.window_left,
+        chunk_size=options.chunk_size,
+        soft_cap=options.soft_cap,
+        sinks=None if options.sinks is None else device.as_float32(options.sinks),
+        alibi_slopes=None if options.alibi_slopes is None else device.as_float32(options.alibi_slopes),
+        attn_mask=device.as_float32(mask) if mask is not None and dtype_name(mask) == "float64" else mask,
+        rope_planes=planes,
+        rope_origin=origin,
+        rope_k_scale=k_scale if planes is not None else None,
+        v_scale=None if v_scale is None else device.as_float32(v_scale, (heads, kv.head_dim_vo)),
+        v_unit=v_unit,
+        output_gate=device.as_float32(gate) if gate is not None and dtype_name(gate) == "float64" else gate,
+        lse_base=options.lse_base,
+    )
+    return settings, k_scale
+
+
+def _rope_planes(device: Any, problem: Problem, plan: Plan) -> tuple[int, tuple[Array, Array]]:
+    """Return planes on the device that cover every position of a row or a key, and the position of their row 0."""
+    rows, places = plan.places.row_position, plan.places
+    begin, end = int(rows.min(initial=0)), int(rows.max(initial=0)) + 1
+    for start, level in zip(places.key_position, problem.levels, strict=True):
+        end = max(end, int(start.max(initial=0)) + int(level.kv.kv_lens.max(initial=0)))
+        begin = min(begin, int(start.min(initial=begin)))
+    dim = problem.levels[0].kv.head_dim_qk
+    origin, cos, sin = rope_planes(problem.options.rope, dim, begin, end, np.dtype(np.float32))
+    key = (id(device), problem.options.rope, dim)
+    kept = _planes_on_device.get(key)
+    if kept is None or kept[0] is not cos:
+        kept = _planes_on_device[key] = cos, device.from_host(cos), device.from_host(sin)
+    return origin, (kept[1], kept[2])
+
+
+def _prepared_query(
+    device: Any, problem: Problem, prepared: Array, rows: int, prepare: Preparation, k_scale: Array | None, planned: int
+) -> Array:
+    """Fill `prepared` with q after norm, rotation and the keys' scale; `planned` is the address of the rows' positions."""
+    q = problem.q
+    positions = planned
+    if prepare.positions is not None:
+        row_positions = device.as_int32(prepare.positions)
+        positions = device.address(row_positions)
+    planes = None
+    if prepare.cos is not None:
+        planes = device.as_float32(prepare.cos), device.as_float32(prepare.sin)
+    gain = None if prepare.gain is None else device.as_float32(prepare.gain)
+    group = problem.num_qo_heads // problem.levels[0].kv.num_kv_heads
+    calls.run_prepare(
+        device, q, prepared, rows, group, gain=gain, eps=prepare.eps, planes=planes, positions=positions,
+        origin=prepare.origin, interleaved=prepare.interleaved, k_scale=k_scale,
+    )  # fmt: skip
+    return prepared

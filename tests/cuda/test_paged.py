@@ -1,0 +1,166 @@
+"""Paged attention kernels, run in the emulator through the public functions and held to the oracle's error budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from small_problems import numbers, poisoned_cache
+
+import nbattn
+from nbattn import oracle, testing
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: lengths, rows of each request, and what differs from a bfloat16 decode of 4 over 2 heads of size 64."""
+
+    kv_lens: tuple[int, ...]
+    rows: tuple[int, ...] | None = None
+    kernels: tuple[str, ...] = ("paged_decode",)
+    q: str = "bfloat16"
+    cache: str | None = None
+    heads: tuple[int, int] = (4, 2)
+    layout: dict[str, Any] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        changed = [f"{k}={v}" for k, v in {**self.layout, **self.values}.items()]
+        name = f"{self.cache or self.q}-{self.heads[0]}on{self.heads[1]}"
+        return "-".join([name, f"{list(self.kv_lens)}x{list(self.rows or ())}", *self.options, *changed])
+
+
+TILES = [
+    Case((1,)),
+    Case((70, 0, 17), values={"split_size": 32}, kernels=("paged_decode", "merge_states")),
+    Case((127, 129), layout={"page_size": 16}),
+    Case((33,), q="float16", heads=(3, 1), layout={"page_size": 1, "dims": (80, 48)}),
+    Case((20,), heads=(5, 1), layout={"dims": (192, 128), "page_size": 61}),
+    Case((40,), heads=(2, 1), layout={"dims": (160, 256), "hnd": True}),
+    Case((33, 16), cache="float8_e4m3fn", heads=(8, 1), layout={"dims": (64, 96), "page_size": 16}),
+    Case((20, 31), cache="float8_e5m2", q="float16", options=("k_scale",)),
+    Case((20,), cache="int8", q="float16", values={"k_scale": 0.02, "v_scale": 0.01}),
+    Case((20,), cache="int8", options=("v_scale",), values={"k_scale": 0.02}),
+    Case((20, 9), layout={"unmapped": True, "page_size": 4}),
+    Case((35, 3), options=("sinks", "alibi_slopes"), values={"window_left": 7, "logits_soft_cap": 2.0}),
+    Case((35, 0), options=("sinks",), values={"lse_base": "e", "out_dtype": np.float32}),
+    Case((20, 9), rows=(2, 2), options=("bool_mask",), values={"causal": False}),
+    Case((20, 9), rows=(2, 2), options=("float_mask",)),
+    Case((50,), rows=(3,), values={"chunk_size": 12}),
+    Case((37,), heads=(20, 1), kernels=("paged_prefill",)),
+    Case((40, 25), rows=(9, 9), kernels=("paged_prefill",)),
+    Case((90, 12), rows=(40, 1), heads=(2, 1), layout={"page_size": 7}, kernels=("paged_decode", "paged_prefill")),
+    Case((90,), rows=(70,), heads=(1, 1), values={"window_left": 20, "split_size": 64},
+         kernels=("paged_decode", "paged_prefill", "merge_states")),
+    Case((40,), rows=(20,), heads=(2, 1), layout={"dims": (160, 192)}, kernels=("paged_prefill",)),
+    Case((40,), rows=(20,), heads=(2, 1), q="float16", cache="float8_e4m3fn", kernels=("paged_prefill",)),
+    Case((30,), rows=(20,), options=("bool_mask", "sinks"), values={"logits_soft_cap": 3.0},
+         kernels=("paged_prefill",)),
+]  # fmt: skip
+PLAIN = [
+    Case((5,), q="float32"),
+    Case((70, 0, 17), q="float32", layout={"dims": (7, 33)}, values={"split_size": 32},
+         kernels=("paged_plain", "merge_states")),
+    Case((33, 16), q="float32", cache="float8_e4m3fn", heads=(8, 1), layout={"dims": (20, 9), "page_size": 16}),
+    Case((35, 3), q="float32", options=("sinks", "alibi_slopes"), values={"window_left": 7, "logits_soft_cap": 2.0}),
+    Case((20, 9), q="float32", rows=(3, 3), options=("float_mask",), values={"k_scale": 0.5}),
+    Case((20,), q="bfloat16", layout={"dims": (300, 5)}),
+    Case((20, 33), q="float16", layout={"dims": (24, 24)}, rows=(2, 5)),
+    Case((40,), q="float32", rows=(2,), options=("rope",)),
+    Case((40,), q="bfloat16", rows=(2,), options=("rope", "k_scale")),
+]  # fmt: skip
+PLAIN = [Case(**{**vars(c), "kernels": c.kernels if len(c.kernels) > 1 else ("paged_plain",)}) for c in PLAIN]
+
+
+def build(case: Case) -> tuple[np.ndarray, nbattn.PagedKV, np.ndarray, dict[str, Any]]:
+    """Return q, kv, qo_indptr and the options of a case."""
+    rng = np.random.default_rng(7)
+    dtype = case.cache or case.q
+    kv = poisoned_cache(rng, list(case.kv_lens), heads=case.heads[1], dtype=dtype, **case.layout)
+    rows = case.rows or (1,) * len(case.kv_lens)
+    indptr = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
+    q = numbers(rng, (int(indptr[-1]), case.heads[0], kv.head_dim_qk), case.q)
+    heads, num_kv_heads = case.heads
+    mask_shape = (len(rows), heads, max(rows), max(case.kv_lens) + 1)
+    made = {
+        "sinks": lambda: rng.standard_normal(heads).astype(np.float32),
+        "alibi_slopes": lambda: oracle.alibi_slopes(heads).astype(np.float32),
+        "bool_mask": lambda: rng.random(mask_shape) > 0.4,
+        "float_mask": lambda: np.where(rng.random(mask_shape[-2:]) > 0.4, rng.standard_normal(mask_shape[-2:]), -np.inf),
+        "k_scale": lambda: (rng.random((num_kv_heads, kv.head_dim_qk)) + 0.5).astype(np.float32),
+        "v_scale": lambda: (rng.random((1, kv.head_dim_vo)) * 0.01).astype(np.float32),
+        "rope": lambda: nbattn.Rope(theta=100.0),
+    }
+    options = {("attn_mask" if "mask" in name else name): made[name]() for name in case.options}
+    if "float_mask" in case.options:
+        options["attn_mask"] = options["attn_mask"].astype(np.float32)
+    return q, kv, indptr, {**options, **case.values}
+
+
+@pytest.mark.parametrize("case", TILES + PLAIN, ids=str)
+def test_matches_the_oracle(case, lent):
+    q, kv, indptr, options = build(case)
+    result = nbattn.paged_attention(q, kv, indptr, return_lse=True, **options)
+    launched = {family for family, _ in lent.launched} - {"prepare_query"}
+    assert launched - {"merge_states"} == set(case.kernels) - {"merge_states"}
+    assert "merge_states" in launched or "merge_states" not in case.kernels
+    expected = testing.expect(oracle.paged_attention, q, kv, indptr, **options)
+    testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("q_dtype", ["bfloat16", "float32"])
+def test_a_nan_reaches_only_the_rows_that_keep_it(q_dtype, lent):
+    """The value of a key that one row of a tile keeps and another drops is selected away, not multiplied by 0."""
+    rng = np.random.default_rng(3)
+    for rows, poisoned in ((2, [30]), (40, [30, 12])):
+        kv = poisoned_cache(rng, [31], dtype=q_dtype)
+        for key in poisoned:
+            kv.v[kv.kv_indices[key // kv.page_size], key % kv.page_size] = np.nan
+        q = numbers(rng, (rows, 4, 64), q_dtype)
+        indptr = np.array([0, rows], np.int32)
+        out, lse = nbattn.paged_attention(q, kv, indptr, return_lse=True)
+        sees_first_nan = np.arange(rows) + 31 - rows >= min(poisoned)
+        assert np.isnan(out[sees_first_nan].astype(np.float32)).all()
+        expected = oracle.paged_attention(q, kv, indptr)
+        np.testing.assert_allclose(out[~sees_first_nan].astype(np.float64), expected[~sees_first_nan], atol=0.03)
+        assert np.isfinite(lse[np.arange(rows) + 31 - rows >= 0]).all()
+
+
+def test_cascade_levels_share_one_merge(lent):
+    rng = np.random.default_rng(5)
+    prefix, suffix = poisoned_cache(rng, [40]), poisoned_cache(rng, [5, 0, 21])
+    levels = [nbattn.Level(prefix, np.array([0, 3])), nbattn.Level(suffix, np.array([0, 1, 2, 3]), causal=True)]
+    q = numbers(rng, (3, 4, 64), "bfloat16")
+    sinks = np.array([0.5, -1.0, 2.0, -np.inf], np.float32)
+    result = nbattn.cascade_attention(q, levels, sinks=sinks, return_lse=True)
+    assert [family for family, _ in lent.launched].count("merge_states") == 1
+    testing.assert_close(result, testing.expect(oracle.cascade_attention, q, levels, sinks=sinks))
+
+
+def test_a_plan_is_refilled_in_place(lent):
+    rng = np.random.default_rng(6)
+    q = numbers(rng, (2, 4, 64), "bfloat16")
+    kv = poisoned_cache(rng, [20, 9])
+    plan = nbattn.plan(kv, num_qo_heads=4, max_kv_len=40, max_num_pages=40, split_size=16)
+    buffers = []
+    for lengths in ([20, 9], [33, 40], [0, 1]):
+        kv = poisoned_cache(rng, lengths)
+        plan.update(kv)
+        result = nbattn.paged_attention(q, kv, plan=plan, return_lse=True)
+        testing.assert_close(result, testing.expect(oracle.paged_attention, q, kv))
+        buffers.append(plan.on_target.metadata.pointers)
+    assert buffers[0] == buffers[1] == buffers[2]
+
+
+def test_rows_outside_the_offsets_stay_untouched(lent):
+    rng = np.random.default_rng(8)
+    kv = poisoned_cache(rng, [20])
+    q = numbers(rng, (3, 4, 64), "bfloat16")
+    out = np.full((3, 4, 64), 7, q.dtype)
+    lse = np.full((3, 4), 7, np.float32)
+    nbattn.paged_attention(q, kv, np.array([0, 2], np.int32), out=out, lse=lse)
+    assert (out[2] == 7).all() and (lse[2] == 7).all()
+    assert (out[:2] != 7).all() and (lse[:2] != 7).all()
