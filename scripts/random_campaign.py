@@ -1,6 +1,6 @@
 """Draw many random cases over layouts, dtypes and options together, and hold each to the oracle within its budget.
 
-Case `i` of a seed is always the same, whichever part of a campaign runs it; a failure prints its repr, which is its repro::
+Case `i` of a seed is always the same, whichever part of a campaign runs it; a failure prints its repr, the repro::
 
     python scripts/random_campaign.py --cases 3000 --seed 1
     python scripts/random_campaign.py --cases 3000 --seed 1 --part 0/2     # one of two processes

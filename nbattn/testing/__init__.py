@@ -14,6 +14,7 @@ from nbattn.testing.budget import Comparison, Expected, allowed_rounding, assert
 from nbattn.testing.cases import CacheCase, Case, GatherCase, MergeCase, Problem
 from nbattn.testing.exact import scatter, zero_logit_tokens
 from nbattn.testing.memory import poison, spread, to_cupy
+from nbattn.testing.paths import GATHER_PATHS, PATHS, RANGE_PATHS, Handmade
 from nbattn.testing.random_cases import FAMILIES, random_case
 from nbattn.testing.run import Result, run_case
 from nbattn.testing.table import CASES
@@ -21,6 +22,9 @@ from nbattn.testing.table import CASES
 __all__ = [
     "CASES",
     "FAMILIES",
+    "GATHER_PATHS",
+    "PATHS",
+    "RANGE_PATHS",
     "AttentionCase",
     "CacheCase",
     "CascadeCase",
@@ -28,6 +32,7 @@ __all__ = [
     "Comparison",
     "Expected",
     "GatherCase",
+    "Handmade",
     "MergeCase",
     "PagedCase",
     "Problem",
