@@ -84,7 +84,7 @@ def csr_table_of(
     library: str | None = None,
     form: TableForm = PAGE_TABLE,
 ) -> PageTable:
-    """Return the same for a cache that is known by its sizes only; its page count may come later, by `PageTable.over`."""
+    """Return the same over a cache known by its sizes only; the page count may come later, by `PageTable.over`."""
     indptr = host_int64(form.indptr, kv_indptr, library)
     last_page_len = host_int64(form.lens, kv_last_page_len, library)
     require_index_array(form.ids, kv_indices, 1, library)
