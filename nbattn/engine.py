@@ -86,7 +86,7 @@ def plan(
         Keys of one split; None balances the work over the target.
     max_kv_len, max_num_pages : int, optional
         Longest request, and most page-table entries of a level, that `Plan.update` must have room for; by default what
-        the plan needs now.
+        the plan needs now, and the pages of such requests.
     window_left, chunk_size, kv_start, q_positions
         As in the calls.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from nbattn.errors import ContractError
-from nbattn.work_list import LevelLengths, Positions, WorkList, build_work, place_rows
+from nbattn.work_list import LevelLengths, Positions, WorkList, build_work, most_work, place_rows
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,12 @@ class Plan:
         self._fill(levels, kv_start, q_positions)
         capacity = self._sizes(levels)
         if max_kv_len is not None:
-            longest = [replace(x, kv_lens=np.full_like(x.kv_lens, max_kv_len)) for x in self.lengths]
-            sizes = self._build(longest, place_rows(longest, num_rows, kv_start, q_positions)).sizes()
-            capacity.update({key: max(capacity[key], size) for key, size in sizes.items()})
+            most = most_work(
+                self.lengths, max_kv_len, window_left=rules.window_left, split_size=rules.split_size,
+                tile_tokens=tiling.tokens, workers=tiling.workers,
+            )  # fmt: skip
+            most["page-table entries"] = max(-(-max_kv_len // x.kv.page_size) * x.kv.batch_size for x in levels)
+            capacity.update({key: max(capacity[key], size) for key, size in most.items()})
         if max_num_pages is not None:
             capacity["page-table entries"] = max(capacity["page-table entries"], max_num_pages)
         self.capacity = capacity
@@ -128,5 +131,5 @@ class Plan:
             same = level.kv.kv_lens is planned.kv_lens or np.array_equal(level.kv.kv_lens, planned.kv_lens)
             if not (same and np.array_equal(level.qo_indptr, planned.qo_indptr)):
                 raise ContractError(
-                    f"plan: must be made for the lengths and offsets of this call, level {i} differs. Call plan.update(...)."
+                    f"plan: must be made for this call's lengths and offsets, level {i} differs. Call plan.update(...)."
                 )

@@ -166,6 +166,39 @@ def build_work(
     return WorkList(work, merge_rows, merge_indptr, merge_slots, num_states, max_tokens)
 
 
+def most_work(
+    levels: list[LevelLengths],
+    longest: int,
+    *,
+    window_left: int = -1,
+    split_size: int | None = None,
+    tile_tokens: int = 1,
+    workers: int = 1,
+) -> dict[str, int]:
+    """Return upper bounds of `WorkList.sizes` over all lengths up to `longest` with the levels' offsets.
+
+    The longest lengths are no bound by themselves: a lone long request is cut into more splits than each of many, and
+    rows under requests of one length share a tile that others cut. Positions are taken to follow from the lengths.
+    """
+    cuts = np.unique(np.concatenate([level.qo_indptr for level in levels]))
+    items = states = 0
+    for level in levels:
+        rows = np.diff(cuts[(cuts >= level.qo_indptr[0]) & (cuts <= level.qo_indptr[-1])])
+        tiles = int((-(-rows // tile_tokens)).sum())
+        tokens = min(tile_tokens, int(rows.max(initial=0)))  # of the largest tile
+        span = longest
+        if level.causal and window_left >= 0:
+            span = min(longest, window_left + tokens + KEY_ALIGNMENT)
+        if split_size is None:
+            more = min(workers * SPLITS_PER_WORKER, tiles * max(0, longest // SMALLEST_SPLIT - 1))
+        else:
+            more = tiles * ((span - 1) // split_size + 1 if span else 0)
+        items += tiles + more
+        states += int(rows.sum()) + more * tokens
+    merged_rows = max(int(level.qo_indptr[-1]) for level in levels)
+    return {"work items": items, "states": states, "merged rows": merged_rows}
+
+
 def _runs_of_level(number: int, level: LevelLengths, places: Positions, tile_tokens: int) -> np.ndarray:
     """Return one item per tile of rows that share their request and the position of its key 0."""
     first, last = int(level.qo_indptr[0]), int(level.qo_indptr[-1])
