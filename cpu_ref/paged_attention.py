@@ -133,7 +133,8 @@ def paged_worker(kind, rule_tag, counters, number_kind, tasks, work, levels, max
         level = levels[item[LEVEL]]
         k_head, v_head = level[K_HEAD], level[V_HEAD]
         row_begin, row_end = np.int64(item[ROW_BEGIN]), np.int64(item[ROW_END])
-        key_position, page_begin = np.int64(item[KEY_POSITION]), np.int64(item[PAGE_BEGIN])
+        key_position, key_base = np.int64(item[KEY_POSITION]), np.int64(item[KEY_BASE])
+        page_begin, kv_len = np.int64(item[PAGE_BEGIN]), np.int64(item[KV_LEN])
         tokens = row_end - row_begin
         rows = tokens * group
         load_queries(queries, row_begin, row_end, head_begin, heads, q)
@@ -143,8 +144,9 @@ def paged_worker(kind, rule_tag, counters, number_kind, tasks, work, levels, max
             q_row[packed] = row_begin + packed % rows // group
             qo_head[packed] = (head_begin + packed // rows) * group + packed % group
             position[packed] = rules.row_position[q_row[packed]]
-            first[packed], end[packed] = visible_keys(position[packed], key_position, np.int64(item[KV_LEN]),
-                                                      item[CAUSAL] != 0, rules.window_left, rules.chunk_size)  # fmt: skip
+            first[packed], end[packed] = visible_keys(
+                position[packed], key_position, kv_len, item[CAUSAL] != 0, rules.window_left, rules.chunk_size
+            )
         key, key_end = np.int64(item[KEY_BEGIN]), np.int64(item[KEY_END])
         n, now = min(KEYS, key_end - key), 0
         if n > 0:
@@ -161,8 +163,8 @@ def paged_worker(kind, rule_tag, counters, number_kind, tasks, work, levels, max
                 value_rows[now, j] += head_begin * v_head
             scores_of_block(rule_tag, kind, number_kind, rules, q, heads, rows, key_rows[now], k_head, queries.dim, s,
                             k_coming, idle, rotated, rotated_rows, head_begin, key_position + key, n)  # fmt: skip
-            select = apply_rules(rule_tag, kind, rules, s, n, heads * rows, key, np.int64(item[KEY_BASE]), key_position,
-                                 dropped[now], qo_head, q_row, position)  # fmt: skip
+            select = apply_rules(rule_tag, kind, rules, s, n, heads * rows, key, key_base, key_position, dropped[now],
+                                 qo_head, q_row, position)  # fmt: skip
             select |= drop_outside(s, n, key, first, end, heads * rows)
             softmax_block(kind, address_of(s), s.strides[0], n, padded(heads * rows), address_of(m), address_of(d_sum),
                           address_of(alpha))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Compile-time choices carried by the *type* of an argument, so that one module-level function has one kernel per choice."""
+"""Compile-time choices carried by the *type* of an argument: one module-level function has one kernel per choice."""
 
 from __future__ import annotations
 

@@ -74,7 +74,6 @@ class TaskList:
 def run_paged(problem: Problem, plan: Plan) -> None:
     """Run a paged problem: write `problem.out` and `problem.lse`."""
     kv, options = problem.levels[0].kv, problem.options
-    number = problem.number
     work = plan.work_list.work
     q, scale = _prepared_query(problem, plan)
     rules, full = _rules(problem, plan)
@@ -115,7 +114,8 @@ def run_gather(problem: Problem, token_indices: np.ndarray, counts: np.ndarray, 
         workers.run(
             gather_worker, len(work_list.work),
             _threads(numbers * kv.k.dtype.itemsize, numbers * queries.group_size),
-            CACHE_KINDS[kv.kv_dtype], kv.num_kv_heads, np.zeros(2, np.int64), work_list.work, lists, np.array(_level_row(level), np.int64),
+            CACHE_KINDS[kv.kv_dtype], kv.num_kv_heads, np.zeros(2, np.int64), work_list.work, lists,
+            np.array(_level_row(level), np.int64),
             queries, output, states,
         )  # fmt: skip
     _merge_splits(problem, work_list, output, states)

@@ -130,7 +130,7 @@ def _value_tile(queries: int):
         return codegen
 
     def value_tile(typingctx, kind, acc, acc_stride, p, p_stride, rows, head, n, dim, alpha, select, coming):
-        """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j]`` over ``j < n``, ``i < queries``; prefetch ``coming[j]``.
+        """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j]`` for ``j < n``, ``i < queries``; prefetch ``coming[j]``.
 
         With `select` a weight of exactly 0 marks a dropped key, whose value is not used even if it is NaN.
         Row j of V starts at ``rows[j] + head``; `acc` rows are padded to whole vectors.
@@ -148,8 +148,8 @@ value_tile_4, value_tile_2, value_tile_1 = (_value_tile(n) for n in (4, 2, 1))
 def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
     """Fold a block of scores into the running softmax of `rows` rows (a multiple of the lanes).
 
-    ``new = max(m, s[:n].max(0)); alpha = 2**(m - new); p = 2**(s[:n] - new); d_sum = d_sum * alpha + p.sum(0); m = new``
-    with p written over s. A score of -inf is a dropped key; while a row has kept none, m is -inf and p is 0.
+    ``new = max(m, s[:n].max(0)); alpha = 2**(m - new); p = 2**(s[:n] - new); d_sum = d_sum * alpha + p.sum(0)``
+    with p written over s and new over m. A score of -inf is a dropped key; while a row has kept none, m is -inf and p is 0.
     """
 
     def codegen(context, builder, sig, args):
