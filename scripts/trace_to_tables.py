@@ -2,7 +2,8 @@
 
 The trace is in the public Mooncake JSONL form: a request a line with ``input_length``, ``output_length`` and
 ``hash_ids``, one id for every 512 tokens of input; equal ids are equal blocks with equal blocks before them. Full
-blocks become shared pages; what follows them (the last partial block and the generated tokens) is a request's own::
+blocks become shared pages; what follows them (the last partial block and the generated tokens) is a request's own.
+`nbattn.cascade.build_levels` finds the levels::
 
     python scripts/trace_to_tables.py TRACE.jsonl --requests 64 --tokens-per-block 4 --levels 3
     python scripts/trace_to_tables.py --synthesise 40 --seed 7 > trace.jsonl
@@ -24,6 +25,7 @@ import numpy as np
 
 import nbattn
 from nbattn.arrays import dtype_from_name
+from nbattn.cascade import build_levels
 from nbattn.testing import Comparison, compare, expect
 
 BLOCK = 512  # tokens that one hash id of a trace stands for
@@ -51,15 +53,6 @@ class Tables(NamedTuple):
     kv_lens: np.ndarray
     num_pages: int
     page_size: int
-
-
-class LevelLists(NamedTuple):
-    """What the cascade wrapper's ``plan`` takes: four lists with an entry for every level, the root first."""
-
-    qo_indptr: list[np.ndarray]
-    kv_indptr: list[np.ndarray]
-    kv_indices: list[np.ndarray]
-    last_page_len: list[np.ndarray]
 
 
 def read_trace(path: Path) -> Iterator[Request]:
@@ -124,45 +117,6 @@ def decode_tables(
     return Tables(pages, np.array(kv_lens, np.int32), len(shuffle), page_size)
 
 
-def shared_levels(
-    pages: Sequence[np.ndarray], kv_lens: np.ndarray, qo_lens: np.ndarray, page_size: int, max_levels: int = 2
-) -> LevelLists:
-    """Cut page lists into levels: neighbours that begin with the same pages share as many as all of them do.
-
-    A level has an entry for every run of neighbours with the same next page; new tokens stay in the last level.
-    """
-    rows = np.concatenate([[0], np.cumsum(qo_lens)]).astype(np.int32)
-    shareable = np.maximum(kv_lens - qo_lens, 0) // page_size
-    overlap = np.array(  # pages that requests i and i + 1 may share
-        [common_prefix(pages[i], pages[i + 1], min(shareable[i : i + 2])) for i in range(len(pages) - 1)], int
-    )
-    used = np.zeros(len(pages), int)  # pages of each request that stand in the levels above
-    lists = LevelLists([], [], [], [])
-
-    def append(requests: np.ndarray, begin: np.ndarray, end: np.ndarray, keys: np.ndarray) -> None:
-        lists.qo_indptr.append(rows[[*requests, len(pages)]])
-        lists.kv_indptr.append(np.concatenate([[0], np.cumsum(end - begin)]).astype(np.int32))
-        parts = [pages[r][b:e] for r, b, e in zip(requests, begin, end, strict=True)]
-        lists.kv_indices.append(np.concatenate([*parts, []]).astype(np.int32))
-        lists.last_page_len.append(((keys - 1) % page_size + 1).astype(np.int32))
-
-    for _ in range(max_levels - 1):
-        first = np.concatenate([[0], np.flatnonzero(overlap <= used[1:]) + 1])  # first request of every run
-        end = np.append(first[1:], len(pages))
-        depth = np.array([min(overlap[b : e - 1], default=used[b]) for b, e in zip(first, end, strict=True)])
-        append(first, used[first], depth, (depth - used[first]) * page_size)
-        used = np.repeat(depth, end - first)
-    counts = np.array([len(ids) for ids in pages])
-    append(np.arange(len(pages)), used, counts, kv_lens - used * page_size)
-    return lists
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray, limit: int) -> int:
-    """Return how many leading entries of `a` and `b`, at most `limit`, are equal."""
-    differ = np.flatnonzero(a[:limit] != b[:limit])
-    return int(differ[0]) if len(differ) else int(limit)
-
-
 def filled_pools(
     tables: Tables, kv_heads: int, head_dim: int, dtype: np.dtype, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -191,15 +145,16 @@ def check_step(
     shape = (len(tables.pages), heads, head_dim)
     q = np.random.default_rng(seed + 1).standard_normal(shape, np.float32).astype(dtype_from_name(dtype))
 
-    def levels(lists: LevelLists) -> list[nbattn.Level]:
-        caches = [nbattn.PagedKV.from_page_table(pools, *level) for level in zip(*lists[1:], strict=True)]
-        last = len(caches) - 1
-        return [nbattn.Level(kv, lists.qo_indptr[i], causal=i == last) for i, kv in enumerate(caches)]
+    def levels(max_levels: int) -> list[nbattn.Level]:
+        one_row = np.ones(len(tables.pages), np.int32)
+        lists = build_levels(tables.pages, tables.kv_lens, one_row, tables.page_size, max_levels)
+        *above, own = (
+            nbattn.Level(nbattn.PagedKV.from_page_table(pools, *table), rows)
+            for rows, *table in zip(*lists, strict=True)
+        )
+        return [*above, nbattn.Level(own.kv, own.qo_indptr, causal=True)]
 
-    one_token = np.ones(len(tables.pages), np.int32)
-    flat, cascade = (
-        levels(shared_levels(tables.pages, tables.kv_lens, one_token, tables.page_size, n)) for n in (1, max_levels)
-    )
+    flat, cascade = levels(1), levels(max_levels)
     expected = expect(nbattn.oracle.paged_attention, q, flat[0].kv)
     results = nbattn.paged_attention(q, flat[0].kv), nbattn.cascade_attention(q, cascade)
     flat_result, cascade_result = (compare(out, expected.out, expected.out_budget) for out in results)

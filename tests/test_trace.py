@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import trace_to_tables as trace
 
+from nbattn.cascade import build_levels
+
 TRACE = Path(__file__).parent / "data" / "synthetic_trace.jsonl"
 REQUESTS = list(trace.read_trace(TRACE))
 
@@ -44,16 +46,6 @@ def test_full_blocks_are_shared_pages_and_the_rest_is_private():
     assert sorted([*a[:4], *private]) == list(range(tables.num_pages))  # every page has one place
 
 
-def test_levels_of_a_hand_made_batch():
-    pages = [np.array(ids) for ids in ([0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 5], [6, 7], [0, 8])]
-    kv_lens = np.array([8, 7, 5, 3, 4])  # page size 2, one new token each
-    lists = trace.shared_levels(pages, kv_lens, np.ones(5, np.int32), page_size=2, max_levels=3)
-    assert [x.tolist() for x in lists.qo_indptr] == [[0, 3, 4, 5], [0, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
-    assert [x.tolist() for x in lists.kv_indptr] == [[0, 2, 2, 2], [0, 1, 1, 1, 1], [0, 1, 2, 3, 5, 7]]
-    assert [x.tolist() for x in lists.kv_indices] == [[0, 1], [2], [3, 4, 5, 6, 7, 0, 8]]
-    assert lists.last_page_len[2].tolist() == [2, 1, 1, 1, 2]
-
-
 @pytest.mark.parametrize("max_levels", [1, 2, 3, 5])
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 def test_levels_of_a_request_concatenate_to_its_pages(page_size, max_levels):
@@ -61,7 +53,7 @@ def test_levels_of_a_request_concatenate_to_its_pages(page_size, max_levels):
     for batch in batches():
         tables = trace.decode_tables(batch, 0.5, tokens_per_block=4, page_size=page_size)
         ones = np.ones(len(batch), np.int32)
-        lists = trace.shared_levels(tables.pages, tables.kv_lens, ones, page_size, max_levels)
+        lists = build_levels(tables.pages, tables.kv_lens, ones, page_size, max_levels)
         for row, (pages, kv_len) in enumerate(zip(tables.pages, tables.kv_lens, strict=True)):
             found, length = [], 0
             for qo_indptr, kv_indptr, kv_indices, last_page_len in zip(*lists, strict=True):
@@ -71,7 +63,7 @@ def test_levels_of_a_request_concatenate_to_its_pages(page_size, max_levels):
                 length += (len(ids) - 1) * page_size + last_page_len[entry] if len(ids) else 0
             assert found == pages.tolist()
             assert length == kv_len
-        shared += sum(map(len, tables.pages)) - sum(map(len, lists.kv_indices))
+        shared += sum(map(len, tables.pages)) - sum(map(len, lists.paged_kv_indices_arr))
     assert (shared > 0) == (max_levels > 1)  # the trace has something to share
 
 
