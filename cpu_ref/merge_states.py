@@ -21,6 +21,7 @@ from nbattn.scoring import exp2, shift
 V_ADDRESS, V_ROW, V_HEAD, S_ADDRESS, S_ROW, S_HEAD = range(6)
 SOURCE_COLUMNS = 6
 ROWS_PER_TASK = 16
+STATES_PER_SUM = 16  # equal weights round alike, so one long float32 sum would drift by half an ulp a state
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
@@ -39,7 +40,7 @@ def merge_worker(kind, size, counters, num_tasks, num_heads, sources, s_code, s_
     """
     number = number_type(kind)
     dim = output.dim
-    values = np.empty(dim, number)
+    values, part = np.empty(dim, number), np.empty(dim, number)
     by_slot = indptr.shape[0] > 0
     num_rows = rows.shape[0]
     while True:
@@ -60,22 +61,29 @@ def merge_worker(kind, size, counters, num_tasks, num_heads, sources, s_code, s_
                     s = read_number(source[S_ADDRESS] + state * source[S_ROW] + head * source[S_HEAD], s_code) * s_unit
                     top = max(top, s)
                 top = max(top, np.float64(shift(number(top))))
-                total = exp2(number(sink - top))
+                total = np.float64(exp2(number(sink - top)))
                 values[:] = 0
                 for x in range(count):
                     source = sources[0] if by_slot else sources[x]
                     state = np.int64(slots[indptr[i] + x]) if by_slot else row
                     s = read_number(source[S_ADDRESS] + state * source[S_ROW] + head * source[S_HEAD], s_code) * s_unit
                     weight = exp2(number(s - top))
+                    later = x >= STATES_PER_SUM
+                    if later and x % STATES_PER_SUM == 0:
+                        part[:] = 0
                     if weight != 0:  # an empty state's values may hold anything
-                        total += weight
+                        total += np.float64(weight)
+                        target = part if later else values
                         place = source[V_ADDRESS] + state * source[V_ROW] + head * source[V_HEAD]
                         for d in range(dim):
-                            values[d] += weight * load_cache(kind, place + d * size)
+                            target[d] += weight * load_cache(kind, place + d * size)
+                    if later and (x % STATES_PER_SUM == STATES_PER_SUM - 1 or x == count - 1):
+                        for d in range(dim):
+                            values[d] += part[d]
                 lse = -math.inf
                 if total != 0:
                     lse = top + math.log2(total)
-                    inverse = number(1) / total
+                    inverse = number(1 / total)
                     for d in range(dim):
                         values[d] *= inverse
                 finish_row(output, row, head, values, lse)
