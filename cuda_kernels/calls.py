@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from nbattn.cuda_kernels.metadata import DECODE_ROWS, PREFILL_ROWS, PlanMetadata, upload_integers
+from nbattn.cuda_kernels.metadata import PlanMetadata, upload_integers
 from nbattn.cuda_kernels.parameters import KINDS
-from nbattn.errors import TargetError
+from nbattn.cuda_kernels.shapes import DECODE_ROWS, PREFILL_ROWS, head_size_class, needs_full, shared_bytes_for
 
 Array = Any
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
@@ -73,28 +73,6 @@ class AttentionOptions:
 def kind_of(dtype: Any) -> int:
     """Return the run-time kind of a dtype."""
     return KINDS[str(dtype)]
-
-
-@cache
-def head_size_class(cache_dtype: str, head_dim_qk: int, head_dim_vo: int) -> tuple[int, int] | None:
-    """Return the head sizes that a tile is compiled for, or None where only the plain path serves.
-
-    Sizes are multiples of 16 up to 256; a tile pads them in shared memory, not in what it reads.
-    """
-    if cache_dtype == "float32" or head_dim_qk % 16 or head_dim_vo % 16 or not 0 < max(head_dim_qk, head_dim_vo) <= 256:
-        return None
-    if head_dim_qk <= 64 and head_dim_vo <= 64 and cache_dtype in ("float16", "bfloat16"):
-        return 64, 64
-    return (128, 128) if max(head_dim_qk, head_dim_vo) <= 128 else (256, 128 if head_dim_vo <= 128 else 256)
-
-
-def plain_head_class(head_dim_qk: int, head_dim_vo: int) -> int:
-    """Return the largest head size that the plain path's shared memory is laid out for."""
-    largest = max(head_dim_qk, head_dim_vo)
-    for size in (256, 2048, 8192):
-        if largest <= size:
-            return size
-    raise TargetError(f"cuda: head sizes must be at most 8192, got {largest}.")
 
 
 def _fits_tile(device: Any, q: Array, k: Array, v: Array, options: AttentionOptions) -> bool:
@@ -168,15 +146,16 @@ def _result_values(device: Any, states: tuple[int, int], out: Array, lse: Array 
 
 def paged_specialisation(
     device: Any, q: Array, k: Array, v: Array, options: AttentionOptions, tile: str
-) -> tuple[str, dict[str, Any], int]:
-    """Return (kernel family, its constants, (row, head) pairs of one block) for a call."""
-    sizes = head_size_class(str(k.dtype), k.shape[3], v.shape[3])
-    if sizes is None or not _fits_tile(device, q, k, v, options):
-        return "paged_plain", {"cache": str(k.dtype), "head_dim": plain_head_class(k.shape[3], v.shape[3])}, 1
-    full = bool(options.soft_cap) or options.alibi_slopes is not None or options.attn_mask is not None
-    full = full or str(k.dtype) in ("float8_e5m2", "int8")  # one variant of the rarer formats
-    constants = {"cache": str(k.dtype), "head_dim_qk": sizes[0], "head_dim_vo": sizes[1], "full": full}
-    return f"paged_{tile}", constants, DECODE_ROWS if tile == "decode" else PREFILL_ROWS
+) -> tuple[str, dict[str, Any], int, int | None]:
+    """Return (kernel family, its constants, (row, head) pairs of one block, shared bytes if they vary) for a call."""
+    cache_dtype = str(k.dtype)
+    size = head_size_class(cache_dtype, k.shape[3], v.shape[3])
+    if size is None or not _fits_tile(device, q, k, v, options):
+        return "paged_plain", {"cache": cache_dtype}, 1, shared_bytes_for(max(k.shape[3], v.shape[3]))
+    features = bool(options.soft_cap) or options.alibi_slopes is not None or options.attn_mask is not None
+    full = needs_full(cache_dtype, size, tile, features)
+    constants = {"cache": cache_dtype, "head_dim": size, "full": full}
+    return f"paged_{tile}", constants, DECODE_ROWS if tile == "decode" else PREFILL_ROWS, None
 
 
 def run_paged(
@@ -209,11 +188,11 @@ def run_paged(
     for segment in metadata.segments:
         kv = kvs[segment.level]
         table = metadata.table_address(segment.level, kv.kv_indices)
-        family, constants, pairs = paged_specialisation(device, q, kv.k, kv.v, options, segment.tile)
+        family, constants, pairs, shared_bytes = paged_specialisation(device, q, kv.k, kv.v, options, segment.tile)
         grid = (segment.count, kv.k.shape[2], -(-segment.pairs // pairs))
         cache_values = _cache_values(device, kv, table, q, options.scale)
         values = (metadata.work_address(segment), *rows, *query, *cache_values, *features, *result)
-        device.launch(family, constants, grid, values)
+        device.launch(family, constants, grid, values, shared_bytes)
     if metadata.num_merges:
         lists = [pointers[name] for name in ("merge rows", "merge indptr", "merge slots")]
         _merge_slots(device, lists, metadata.num_merges, states, q.shape[1], kvs[0].k.shape[2], options, out, lse)
@@ -249,21 +228,19 @@ def run_gather(
         states_v = device.empty((work_list.num_states, heads, head_dim), "float32")
         states_s = device.empty((work_list.num_states, heads), "float32")
         states = device.address(states_v), device.address(states_s)
-    sizes = head_size_class(str(kv.k.dtype), kv.k.shape[3], head_dim)
-    family, pairs = "gather_attention", DECODE_ROWS
-    constants: dict[str, Any] = {"cache": str(kv.k.dtype)}
-    if sizes is None or not _fits_tile(device, q, kv.k, kv.v, options):
-        family, pairs = "gather_plain", 1
-        constants["head_dim"] = plain_head_class(kv.k.shape[3], head_dim)
-    else:
-        constants.update(head_dim_qk=sizes[0], head_dim_vo=sizes[1])
+    cache_dtype = str(kv.k.dtype)
+    size = head_size_class(cache_dtype, kv.k.shape[3], head_dim)
+    family, constants, pairs, shared_bytes = "gather_attention", {"cache": cache_dtype, "head_dim": size}, DECODE_ROWS, None
+    if size is None or not _fits_tile(device, q, kv.k, kv.v, options):
+        family, constants, pairs = "gather_plain", {"cache": cache_dtype}, 1
+        shared_bytes = shared_bytes_for(max(kv.k.shape[3], head_dim))
     values = (
         *(addresses[0], device.address(token_indices), token_indices.strides[0], device.address(counts)),
         *_query_values(device, q),
         *_cache_values(device, kv, table, q, options.scale),
         *_result_values(device, states, out, lse, options),
     )
-    device.launch(family, constants, (len(work_list.work), num_kv_heads, -(-group // pairs)), values)
+    device.launch(family, constants, (len(work_list.work), num_kv_heads, -(-group // pairs)), values, shared_bytes)
     if len(work_list.merge_rows):
         _merge_slots(device, addresses[1:4], len(work_list.merge_rows), states, heads, num_kv_heads, options, out, lse)
     del buffer

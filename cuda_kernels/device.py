@@ -67,6 +67,9 @@ class Device:
         """Return the handle of the current stream."""
         return launch.current_stream()
 
-    def launch(self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple) -> None:
-        """Run a kernel of `nbattn.cuda_kernels` on the current stream."""
-        launch.kernel(family, self.number, **constants)(grid, launch.current_stream(), values)
+    def launch(
+        self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,
+        shared_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        """Run a kernel of `nbattn.cuda_kernels` on the current stream; `shared_bytes` below its largest is its own."""
+        launch.kernel(family, self.number, **constants)(grid, launch.current_stream(), values, shared_bytes)

@@ -71,16 +71,19 @@ def make_publish(out_dim: Callable, out_tiles: int, pitch: int) -> Callable:
     return publish
 
 
-def make_write_row(warps: int, rows: int, pitch: int) -> Callable:
+def make_write_row(warps: int, rows: int) -> Callable:
     """Return the function by which a warp merges what `warps` warps published of one of `rows` rows, and writes it."""
 
     @register_jitable
     def write_row(
-        accumulators, partials, tile_row, lane, row, qo_head, kv_head, state, num_qo_heads, head_dim, state_v,
+        accumulators, pitch, partials, tile_row, lane, row, qo_head, kv_head, state, num_qo_heads, head_dim, state_v,
         state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row,
         gate_head, gate_dim, gate_kind,
     ):  # fmt: skip
-        """Write query row `row` of head `qo_head`: as partial state `state`, or finished if that is negative."""
+        """Write query row `row` of head `qo_head`: as partial state `state`, or finished if that is negative.
+
+        A row of accumulators takes `pitch` bytes.
+        """
         weight = cuda.local.array(warps, types.float32)
         m = EMPTY
         for w in range(warps):
@@ -103,7 +106,7 @@ def make_write_row(warps: int, rows: int, pitch: int) -> Callable:
         while dim < head_dim:
             value = float32(0)
             for w in range(warps):
-                at = accumulators + (int32(rows * w) + tile_row) * int32(pitch) + dim * int32(4)
+                at = accumulators + (int32(rows * w) + tile_row) * pitch + dim * int32(4)
                 if weight[w] != float32(0):  # a warp without keys has summed nothing
                     value += weight[w] * ptx.shared_load_f32(at)
             value = value * inverse if inverse != float32(0) else float32(0)

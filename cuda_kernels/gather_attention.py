@@ -47,12 +47,12 @@ def resolve(token, kv_len, page_begin, kv_indices, page_size):
     return element(kv_indices, page_begin + ordinal), int32(slot)
 
 
-def make(cache: str, head_dim_qk: int, head_dim_vo: int) -> Kernel:
+def make(cache: str, head_dim: int) -> Kernel:
     """Return the kernel for a cache format and a head-size class; see `paged_decode.make`."""
-    tile = make_tile(cache, head_dim_qk, head_dim_vo, 16)
+    tile = make_tile(cache, head_dim, 16)
     STAGE, K_TILE, ITEM = 16 * (tile.K_ROW + tile.V_ROW), 16 * tile.K_ROW, tile.ITEM
     RING = STAGES * STAGE
-    PITCH = 4 * head_dim_vo + 32  # of a row of accumulators; they take the rings' place
+    PITCH = 4 * head_dim + 32  # of a row of accumulators; they take the rings' place
     PARTIALS = WARPS * RING
     QUERY = PARTIALS + WARPS * 16 * 8
     SHARED = QUERY + tile.Q_BYTES
@@ -60,7 +60,7 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int) -> Kernel:
     O_NUMBERS = tile.O_NUMBERS
     load_query, fetch, multiply_keys, soften = tile.load_query, tile.fetch, tile.multiply_keys, tile.soften
     pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
-    publish, write_row = make_publish(tile.out_dim, O_NUMBERS // 4, PITCH), make_write_row(WARPS, 16, PITCH)
+    publish, write_row = make_publish(tile.out_dim, O_NUMBERS // 4, PITCH), make_write_row(WARPS, 16)
     wait_for_oldest, wait_for_all = ptx.WAIT_COPIES[STAGES - 2], ptx.WAIT_COPIES[0]
 
     def gather_attention(
@@ -148,10 +148,10 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int) -> Kernel:
         ptx.sync_block()
         state = gather_field(work, item, STATE)
         for tile_row in range(warp, min(int32(16), group_size - first_head), int32(WARPS)):
-            write_row(shared, partials, tile_row, lane, row, kv_head * group_size + first_head + tile_row, kv_head, state,
+            write_row(shared, int32(PITCH), partials, tile_row, lane, row, kv_head * group_size + first_head + tile_row, kv_head, state,
                       num_qo_heads, head_dim_vo, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse,
                       lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
                       gate_kind)  # fmt: skip
             keep_rolled()
 
-    return Kernel(gather_attention, 32 * WARPS, 1 if head_dim_qk > 128 else 2, SHARED)
+    return Kernel(gather_attention, 32 * WARPS, 1 if head_dim > 128 else 2, SHARED)

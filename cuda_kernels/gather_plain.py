@@ -24,18 +24,17 @@ from nbattn.cuda_kernels.gather_attention import (
     resolve,
 )
 from nbattn.cuda_kernels.loops import keep_rolled
-from nbattn.cuda_kernels.plain import WARPS, empty_accumulator, load_row, make_plain, publish_row
+from nbattn.cuda_kernels.plain import WARPS, empty_accumulator, load_row, make_plain, publish_row, row_bytes
+from nbattn.cuda_kernels.shapes import LARGEST_HEAD, shared_bytes_for
 from nbattn.cuda_kernels.rows import element
 from nbattn.indexing import mapped_page
 
 
-def make(cache: str, head_dim: int) -> Kernel:
-    """Return the kernel for a cache format and head sizes up to `head_dim`."""
+def make(cache: str) -> Kernel:
+    """Return the kernel for a cache format."""
     plain = make_plain(cache)
     dot, fold = plain.dot, plain.fold
-    PITCH = 4 * head_dim
-    PARTIALS = PITCH * (1 + WARPS)
-    write_row = make_write_row(WARPS, 1, PITCH)
+    write_row = make_write_row(WARPS, 1)
 
     def gather_plain(
         work, token_indices, token_indices_row, counts, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
@@ -48,7 +47,8 @@ def make(cache: str, head_dim: int) -> Kernel:
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
         query = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
-        accumulators, partials = query + int32(PITCH), query + int32(PARTIALS)
+        pitch = row_bytes(max(head_dim_qk, head_dim_vo))  # q, then an accumulator of each warp, then their sums
+        accumulators, partials = query + pitch, query + pitch * int32(1 + WARPS)
         row, page_begin = gather_field(work, item, ROW), gather_field(work, item, PAGE_BEGIN)
         kv_len, list_begin = gather_field(work, item, KV_LEN), gather_field(work, item, LIST_BEGIN)
         list_end = int32(min(gather_field(work, item, LIST_END), element(counts, row)))
@@ -58,7 +58,7 @@ def make(cache: str, head_dim: int) -> Kernel:
         k += int64(kv_head) * k_head
         v += int64(kv_head) * v_head
 
-        accumulator = accumulators + warp * int32(PITCH)
+        accumulator = accumulators + warp * pitch
         m, d_lane = empty_accumulator(accumulator, head_dim_vo, lane)
         here = int32(list_begin + warp * int32(32))
         while here < list_end:
@@ -74,8 +74,8 @@ def make(cache: str, head_dim: int) -> Kernel:
         publish_row(m, d_lane, partials, warp, lane)
         if warp == int32(0):
             state = gather_field(work, item, STATE)
-            write_row(accumulators, partials, int32(0), lane, row, qo_head, kv_head, state, num_qo_heads, head_dim_vo,
+            write_row(accumulators, pitch, partials, int32(0), lane, row, qo_head, kv_head, state, num_qo_heads, head_dim_vo,
                       state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit,
                       sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
 
-    return Kernel(gather_plain, 32 * WARPS, 4 if head_dim <= 1024 else 1, PARTIALS + WARPS * 8)
+    return Kernel(gather_plain, 32 * WARPS, 4, shared_bytes_for(LARGEST_HEAD))

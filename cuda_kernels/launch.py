@@ -96,18 +96,21 @@ class LoadedKernel:
             check(result, f"cuFuncSetAttribute({self.shared_bytes} bytes of shared memory)")
         return int(function.value or 0)
 
-    def __call__(self, grid: tuple[int, int, int], stream: int, values: tuple) -> None:
+    def __call__(
+        self, grid: tuple[int, int, int], stream: int, values: tuple, shared_bytes: int | None = None
+    ) -> None:
         """Launch on `stream` with `values` in the order of `names`; an empty grid launches nothing."""
         x, y, z = grid
         if not x * y * z:
             return
+        shared = self.shared_bytes if shared_bytes is None else shared_bytes
         with self._lock:
             self._pack(self._parameters, 0, *values)
             result = self._launch(
-                self._function, x, y, z, self.threads, 1, 1, self.shared_bytes, stream, None, self._extra
+                self._function, x, y, z, self.threads, 1, 1, shared, stream, None, self._extra
             )
         if result:
-            check(result, f"cuLaunchKernel(grid={grid}, threads={self.threads}, shared={self.shared_bytes})")
+            check(result, f"cuLaunchKernel(grid={grid}, threads={self.threads}, shared={shared})")
 
 
 def check(result: int, call: str) -> None:

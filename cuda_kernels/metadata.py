@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from nbattn.cuda_kernels.parameters import WORK
+from nbattn.cuda_kernels.shapes import DECODE_ROWS, PREFILL_ROWS
 from nbattn.errors import ContractError
 
-DECODE_ROWS, PREFILL_ROWS = 16, 64  # (query row, head) pairs of one tile
 _LEVEL, _ROW_BEGIN, _ROW_END = WORK.index("LEVEL"), WORK.index("ROW_BEGIN"), WORK.index("ROW_END")
 _ALIGNMENT = 4  # numbers, 16 bytes
 

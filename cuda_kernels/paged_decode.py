@@ -33,22 +33,22 @@ WARPS = 4
 STAGES = 3  # two tiles of keys under way while one is used
 
 
-def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
+def make(cache: str, head_dim: int, full: bool) -> Kernel:
     """Return the kernel for a cache format and a head-size class.
 
     Parameters
     ----------
     cache : str
         8- or 16-bit cache format.
-    head_dim_qk, head_dim_vo : int
-        Largest head sizes, multiples of 64 (16-bit) or 128 (8-bit).
+    head_dim : int
+        Largest head size, of `shapes.head_size_class`.
     full : bool
         Compile soft cap, ALiBi and masks in.
     """
-    tile = make_tile(cache, head_dim_qk, head_dim_vo, 16)
+    tile = make_tile(cache, head_dim, 16)
     STAGE, K_TILE, ITEM = 16 * (tile.K_ROW + tile.V_ROW), 16 * tile.K_ROW, tile.ITEM
     RING = STAGES * STAGE
-    PITCH = 4 * head_dim_vo + 32  # of a row of accumulators; they take the rings' place
+    PITCH = 4 * head_dim + 32  # of a row of accumulators; they take the rings' place
     SCRATCH = WARPS * RING
     PARTIALS = SCRATCH + WARPS * 1024
     QUERY = PARTIALS + WARPS * 16 * 8
@@ -60,7 +60,7 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
     pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
     has_nonfinite, select_values = tile.has_nonfinite, tile.select_values
     score_tile = make_score_tile(1, full)
-    publish, write_row = make_publish(tile.out_dim, O_NUMBERS // 4, PITCH), make_write_row(WARPS, 16, PITCH)
+    publish, write_row = make_publish(tile.out_dim, O_NUMBERS // 4, PITCH), make_write_row(WARPS, 16)
     wait_for_oldest, wait_for_all = ptx.WAIT_COPIES[STAGES - 2], ptx.WAIT_COPIES[0]
 
     def paged_decode(
@@ -154,10 +154,10 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
         while tile_row < min(int32(16), pairs - first_pair):
             row, qo_head = row_and_head(first_pair + tile_row, row_begin, kv_head, group_size)
             slot = state + row - row_begin if state >= int32(0) else int32(-1)
-            write_row(shared, partials, tile_row, lane, row, qo_head, kv_head, slot, num_qo_heads, head_dim_vo,
+            write_row(shared, int32(PITCH), partials, tile_row, lane, row, qo_head, kv_head, slot, num_qo_heads, head_dim_vo,
                       state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks,
                       v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
             tile_row += int32(WARPS)
             keep_rolled()
 
-    return Kernel(paged_decode, 32 * WARPS, 1 if head_dim_qk > 128 else 2, SHARED)
+    return Kernel(paged_decode, 32 * WARPS, 1 if head_dim > 128 else 2, SHARED)

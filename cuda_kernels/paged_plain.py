@@ -13,7 +13,8 @@ from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY, make_write_row
 from nbattn.cuda_kernels.formats import F32
 from nbattn.cuda_kernels.loops import keep_rolled
-from nbattn.cuda_kernels.plain import WARPS, empty_accumulator, load_row, make_plain, publish_row
+from nbattn.cuda_kernels.plain import WARPS, empty_accumulator, load_row, make_plain, publish_row, row_bytes
+from nbattn.cuda_kernels.shapes import LARGEST_HEAD, shared_bytes_for
 from nbattn.cuda_kernels.rows import (
     KEY_BASE,
     KEY_BEGIN,
@@ -34,13 +35,11 @@ from nbattn.indexing import mapped_page
 from nbattn.scoring import LOG2E
 
 
-def make(cache: str, head_dim: int) -> Kernel:
-    """Return the kernel for a cache format and head sizes up to `head_dim`."""
+def make(cache: str) -> Kernel:
+    """Return the kernel for a cache format."""
     plain = make_plain(cache)
     dot, dot_rotated, fold = plain.dot, plain.dot_rotated, plain.fold
-    PITCH = 4 * head_dim
-    PARTIALS = PITCH * (1 + WARPS)
-    write_row = make_write_row(WARPS, 1, PITCH)
+    write_row = make_write_row(WARPS, 1)
 
     def paged_plain(
         work, row_position, row_request, row_index, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
@@ -56,7 +55,8 @@ def make(cache: str, head_dim: int) -> Kernel:
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
         query = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
-        accumulators, partials = query + int32(PITCH), query + int32(PARTIALS)
+        pitch = row_bytes(max(head_dim_qk, head_dim_vo))  # q, then an accumulator of each warp, then their sums
+        accumulators, partials = query + pitch, query + pitch * int32(1 + WARPS)
         row, qo_head = row_and_head(pair, row_begin, kv_head, group_size)
         address = q + int64(row) * q_row + int64(qo_head) * q_head
         load_row(query, address, q_kind, int64(4) if q_kind == F32 else int64(2), head_dim_qk, thread)
@@ -77,7 +77,7 @@ def make(cache: str, head_dim: int) -> Kernel:
             mask_at += int64(element(row_index, row)) * mask_row
             mask_at += int64(work_field(work, item, KEY_BASE)) * mask_key
 
-        accumulator = accumulators + warp * int32(PITCH)
+        accumulator = accumulators + warp * pitch
         m, d_lane = empty_accumulator(accumulator, head_dim_vo, lane)
         tile = int32(key_begin + warp * int32(32))
         while tile < key_end:
@@ -105,8 +105,8 @@ def make(cache: str, head_dim: int) -> Kernel:
         if warp == int32(0):
             state = work_field(work, item, STATE)
             slot = int32(state + row - row_begin) if state >= int32(0) else int32(-1)
-            write_row(accumulators, partials, int32(0), lane, row, qo_head, kv_head, slot, num_qo_heads, head_dim_vo,
+            write_row(accumulators, pitch, partials, int32(0), lane, row, qo_head, kv_head, slot, num_qo_heads, head_dim_vo,
                       state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit,
                       sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
 
-    return Kernel(paged_plain, 32 * WARPS, 4 if head_dim <= 1024 else 1, PARTIALS + WARPS * 8)
+    return Kernel(paged_plain, 32 * WARPS, 4, shared_bytes_for(LARGEST_HEAD))

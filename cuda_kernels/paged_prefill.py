@@ -32,14 +32,14 @@ from nbattn.cuda_kernels.tile import look_up, make_tile
 WARPS = 4
 
 
-def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
+def make(cache: str, head_dim: int, full: bool) -> Kernel:
     """Return the kernel for a cache format and a head-size class; see `paged_decode.make`."""
-    KEYS = 64 if head_dim_qk <= 128 else 32
+    KEYS = 64 if head_dim <= 128 else 32
     GROUPS = KEYS // 16
-    tile = make_tile(cache, head_dim_qk, head_dim_vo, KEYS)
+    tile = make_tile(cache, head_dim, KEYS)
     ITEM, K_ROW, V_ROW, K_TILE = tile.ITEM, tile.K_ROW, tile.V_ROW, KEYS * tile.K_ROW
     STAGE = KEYS * (tile.K_ROW + tile.V_ROW)
-    PITCH = 4 * head_dim_vo + 32
+    PITCH = 4 * head_dim + 32
     QUERY = 2 * STAGE
     SCRATCH = max(QUERY + WARPS * tile.Q_BYTES, WARPS * 16 * PITCH)  # accumulators take the place of keys and queries
     BITS = SCRATCH + WARPS * 1024
@@ -51,7 +51,7 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
     fetch, multiply_keys, soften = tile.fetch, tile.multiply_keys, tile.soften
     pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
     has_nonfinite, select_values = tile.has_nonfinite, tile.select_values
-    publish, write_row = make_publish(tile.out_dim, O_NUMBERS // 4, PITCH), make_write_row(1, 16, PITCH)
+    publish, write_row = make_publish(tile.out_dim, O_NUMBERS // 4, PITCH), make_write_row(1, 16)
     wait_for_oldest, wait_for_all = ptx.WAIT_COPIES[1], ptx.WAIT_COPIES[0]
 
     def paged_prefill(
@@ -158,7 +158,7 @@ def make(cache: str, head_dim_qk: int, head_dim_vo: int, full: bool) -> Kernel:
         for tile_row in range(min(int32(16), pairs - first_pair)):
             row, qo_head = row_and_head(first_pair + tile_row, row_begin, kv_head, group_size)
             slot = int32(state + row - row_begin) if state >= int32(0) else int32(-1)
-            write_row(accumulators, partials, tile_row, lane, row, qo_head, kv_head, slot, num_qo_heads, head_dim_vo,
+            write_row(accumulators, int32(PITCH), partials, tile_row, lane, row, qo_head, kv_head, slot, num_qo_heads, head_dim_vo,
                       state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit,
                       sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
             keep_rolled()

@@ -16,9 +16,10 @@ from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.epilogue import EMPTY
 from nbattn.cuda_kernels.formats import element_loader, load_number
 from nbattn.cuda_kernels.loops import keep_rolled
+from nbattn.cuda_kernels.shapes import PLAIN_WARPS
 from nbattn.scoring import rotate_pair, shift, state_weight
 
-WARPS = 4
+WARPS = PLAIN_WARPS
 
 
 @register_jitable
@@ -27,6 +28,12 @@ def over_warp(x, reduce):
     for distance in (16, 8, 4, 2, 1):
         x = reduce(x, ptx.exchange_f32(x, int32(distance)))
     return x
+
+
+@register_jitable
+def row_bytes(head_dim):
+    """Return what a row of float32 takes in shared memory, a multiple of 16; see `shapes.shared_bytes_for`."""
+    return int32(((head_dim + int32(3)) & int32(-4)) << int32(2))
 
 
 @register_jitable

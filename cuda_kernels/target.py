@@ -14,7 +14,8 @@ from nbattn.arrays import Array, dtype_name
 from nbattn.cuda_kernels import calls
 from nbattn.cuda_kernels.calls import AttentionOptions
 from nbattn.cuda_kernels.device import Device
-from nbattn.cuda_kernels.metadata import DECODE_ROWS, PREFILL_ROWS, PlanMetadata, Room
+from nbattn.cuda_kernels.metadata import PlanMetadata, Room
+from nbattn.cuda_kernels.shapes import DECODE_ROWS, PREFILL_ROWS
 from nbattn.errors import TargetError
 from nbattn.planning import Plan, Tiling
 from nbattn.problem import Level, Options, Preparation, Problem

@@ -46,24 +46,25 @@ def add(x, y):
     return x + y
 
 
-def make_tile(cache: str, head_dim_qk: int, head_dim_vo: int, keys: int) -> SimpleNamespace:
+def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
     """Return the tile's steps for a cache format, a head-size class and a number of keys, a multiple of 16.
 
     Parameters
     ----------
     cache : str
         Key of `CACHE_FORMATS`, 8 or 16 bits.
-    head_dim_qk, head_dim_vo : int
-        The class: sizes are run-time values up to these; what is missing reads as zero.
+    head_dim : int
+        The class: both head sizes are run-time values up to it; what is missing reads as zero.
     keys : int
         Keys that one round of the softmax handles.
     """
     form = CACHE_FORMATS[cache]
     pack, unpack, widen, multiply = form.pack, form.unpack, form.widen, form.multiply
     WIDEN, HALF = form.item_bytes == 1, form.multiply is ptx.multiply_f16
-    K_ROW, V_ROW, ITEM = head_dim_qk * form.item_bytes, head_dim_vo * form.item_bytes, form.item_bytes
-    Q_SHARED = head_dim_qk > 128  # registers hold the accumulators of 256 dimensions, or those and q's 128
-    STEPS, GROUPS, OUT_TILES = head_dim_qk // 16, keys // 16, head_dim_vo // 8
+    K_ROW = V_ROW = head_dim * form.item_bytes
+    ITEM = form.item_bytes
+    Q_SHARED = head_dim > 128  # the accumulators leave no registers for q
+    STEPS, GROUPS, OUT_TILES = head_dim // 16, keys // 16, head_dim // 8
     PROBE_BITS, PROBE_ADD, PROBE_HIT = (uint32(x) for x in form.probe)
 
     @register_jitable

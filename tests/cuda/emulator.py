@@ -364,8 +364,9 @@ def _rebuilt(function: types.FunctionType, done: dict) -> types.FunctionType:
 
 
 def emulate(
-    family: str, constants: dict, grid: tuple[int, int, int], values: dict[str, Any], arrays: list[np.ndarray]
-) -> None:
+    family: str, constants: dict, grid: tuple[int, int, int], values: dict[str, Any], arrays: list[np.ndarray],
+    shared_bytes: int | None = None,
+) -> None:  # fmt: skip
     """Run a kernel over `grid`.
 
     Parameters
@@ -378,6 +379,8 @@ def emulate(
         Every parameter by name; pointers are addresses.
     arrays : list of array
         What the kernel may read and write.
+    shared_bytes : int, optional
+        Dynamic shared memory, where the launch gives less than the kernel's largest.
     """
     global _current
     kernel = load_kernel(family, constants)
@@ -386,7 +389,7 @@ def emulate(
     lent = [np.lib.array_utils.byte_bounds(a) for a in arrays if a.size]
     with np.errstate(all="ignore"):
         for x, y, z in np.ndindex(*grid):
-            block = Block((x, y, z), kernel.threads, kernel.shared_bytes, lent)
+            block = Block((x, y, z), kernel.threads, shared_bytes or kernel.shared_bytes, lent)
             threads = [Thread(i, block) for i in range(kernel.threads)]
             runs = [greenlet(function) for _ in threads]
             begun, finished = set(), 0

@@ -52,8 +52,12 @@ class LentDevice:
     def stream(self) -> int:
         return 0
 
-    def launch(self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple) -> None:
+    def launch(
+        self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,
+        shared_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         self.launched.append((family, constants))
         names = [name for name, _ in PARAMETERS[family]]
         assert len(names) == len(values), f"{family}: {len(values)} values for {len(names)} parameters"
-        emulate(family, constants, grid, dict(zip(names, values, strict=True)), list(self.arrays.values()))
+        emulate(family, constants, grid, dict(zip(names, values, strict=True)), list(self.arrays.values()),
+                shared_bytes)

@@ -1,0 +1,54 @@
+"""Which specialisation serves a call, and how large its blocks are: what host and kernels must agree on, without Numba."""
+
+from __future__ import annotations
+
+from nbattn.errors import TargetError
+
+DECODE_ROWS, PREFILL_ROWS = 16, 64  # (query row, head) pairs of one block
+PLAIN_WARPS = 4
+LARGEST_HEAD = 8192  # of the plain path: q and four accumulators fill a multiprocessor's shared memory
+
+
+def head_size_class(cache_dtype: str, head_dim_qk: int, head_dim_vo: int) -> int | None:
+    """Return the head size that a tile is compiled for, or None where only the plain path serves.
+
+    Tiles take multiples of 16; they pad them in shared memory, not in what they read.
+    """
+    largest = max(head_dim_qk, head_dim_vo)
+    if cache_dtype == "float32" or head_dim_qk % 16 or head_dim_vo % 16 or not head_dim_qk or not head_dim_vo:
+        return None
+    if cache_dtype in ("float16", "bfloat16"):
+        sizes = (64, 128, 256)
+    else:
+        sizes = (128, 256) if cache_dtype == "float8_e4m3fn" else (128,)
+    return next((size for size in sizes if largest <= size), None)
+
+
+def needs_full(cache_dtype: str, head_dim: int, tile: str, features: bool) -> bool:
+    """Return whether a call runs the variant with soft cap, ALiBi and masks; rarer kernels exist in no other."""
+    rare = head_dim > 128 or cache_dtype in ("float8_e5m2", "int8")
+    return features or rare or (tile == "prefill" and cache_dtype == "float8_e4m3fn")
+
+
+def shared_bytes_for(head_dim: int) -> int:
+    """Return the dynamic shared memory of the plain path for the larger head size."""
+    if head_dim > LARGEST_HEAD:
+        raise TargetError(f"cuda: head sizes must be at most {LARGEST_HEAD}, got {head_dim}.")
+    return 4 * (head_dim + 3 & -4) * (1 + PLAIN_WARPS) + 8 * PLAIN_WARPS
+
+
+def specialisations() -> list[tuple[str, dict[str, str | int | bool]]]:
+    """Return every specialisation there is, as (family, constants): what tests and `warmup` go through."""
+    found: list[tuple[str, dict[str, str | int | bool]]] = []
+    for cache in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "float32"):
+        found += [("paged_plain", {"cache": cache}), ("gather_plain", {"cache": cache})]
+        for size in (64, 128, 256):
+            if head_size_class(cache, size, size) != size:
+                continue
+            found.append(("gather_attention", {"cache": cache, "head_dim": size}))
+            for tile in ("decode", "prefill"):
+                for full in sorted({needs_full(cache, size, tile, features) for features in (False, True)}):
+                    found.append((f"paged_{tile}", {"cache": cache, "head_dim": size, "full": full}))
+    found += [("merge_states", {"vector": vector}) for vector in (False, True)]
+    found += [("append_rows", {"unit": unit}) for unit in (1, 2, 4, 16)]
+    return [*found, ("merge_pair", {}), ("prepare_query", {})]

@@ -1,0 +1,74 @@
+"""What every specialisation takes of a multiprocessor; `python tests/cuda/register_table.py` writes registers.txt anew."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbattn.cuda_kernels import compile as compiler
+from nbattn.cuda_kernels.shapes import specialisations
+
+CC = (9, 0)  # H200
+TABLE = Path(__file__).with_name("registers.txt")
+FORBIDDEN = {  # slow on a GPU, or a sign that registers have become memory
+    "float64 arithmetic": r"\.f64",
+    "64-bit division": r"\b(?:div|rem)\.[su]64",
+    "local memory": r"\.local",
+    "call": r"^\s*call",
+    "external function": r"\.extern \.func",
+}
+CONVERSIONS = r"\.reg \.f64|ld\.global(?:\.nc)?\.f64|st\.global\.f64|cvt\.rn\.f32\.f64|cvt\.f64\.f32"  # of an lse
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One specialisation: its PTX, and what the assembler says of it."""
+
+    label: str
+    ptx: str
+    registers: int
+    spilled_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+    blocks: int
+
+    @property
+    def line(self) -> str:
+        """The table's line."""
+        return f"{self.label:64s} {self.registers:4d} {self.shared_bytes:7d} {self.blocks:2d}"
+
+
+def label_of(family: str, constants: dict[str, Any]) -> str:
+    """Return a specialisation's name in the table."""
+    return f"{family}({','.join(f'{k}={v}' for k, v in constants.items())})"
+
+
+def compiled(family: str, constants: dict[str, Any]) -> Compiled:
+    """Compile a specialisation for an H200."""
+    kernel, ptx = compiler.to_ptx(family, constants, CC, f"nbattn_{family}")
+    _, report = compiler.to_cubin(ptx, CC)
+    registers = int(re.search(r"Used (\d+) registers", report).group(1))
+    stack, stores, loads = map(
+        int, re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
+    )
+    blocks = kernel.blocks_per_multiprocessor
+    return Compiled(label_of(family, constants), ptx, registers, stores + loads, stack, kernel.shared_bytes, blocks)
+
+
+def faults(ptx: str, *, converts_lse: bool) -> list[str]:
+    """Return what the lint finds."""
+    text = re.sub(CONVERSIONS, "", ptx) if converts_lse else ptx
+    return [name for name, pattern in FORBIDDEN.items() if re.search(pattern, text, re.M)]
+
+
+def read_table() -> dict[str, int]:
+    """Return the registers of each specialisation in the table."""
+    lines = [line.split() for line in TABLE.read_text().splitlines() if "(" in line and not line.startswith("#")]
+    return {label: int(registers) for label, registers, *_ in lines}
+
+
+if __name__ == "__main__":
+    head = f"# {'specialisation':62s} regs  shared blocks, sm_90a, {compiler.toolchain_versions()['nvidia-nvvm']}\n"
+    TABLE.write_text(head + "\n".join(compiled(f, c).line for f, c in specialisations()) + "\n")

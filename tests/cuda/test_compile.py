@@ -1,0 +1,89 @@
+"""Every specialisation compiles without a GPU, passes the lint and keeps its registers; the cubin cache works."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+from register_table import CC, compiled, faults, label_of, read_table
+
+from nbattn.cuda_kernels import compile as compiler
+from nbattn.cuda_kernels.shapes import specialisations
+
+REGISTERS_OF_A_MULTIPROCESSOR, SHARED_BYTES_OF_A_MULTIPROCESSOR = 65536, 233472  # H200; 1 KB a block is the driver's
+
+
+def test_there_are_few_kernels():
+    families = [family for family, _ in specialisations()]
+    assert len(families) <= 60
+    assert max(map(families.count, families)) <= 24
+
+
+@pytest.mark.parametrize(("family", "constants"), specialisations(), ids=[label_of(*s) for s in specialisations()])
+def test_compiles_without_a_gpu(family, constants):
+    result = compiled(family, constants)
+    assert faults(result.ptx, converts_lse=family in ("merge_states", "merge_pair")) == []
+    assert (result.spilled_bytes, result.stack_bytes) == (0, 0)
+    assert result.registers <= read_table()[result.label] + 4, "registers.txt says less: python register_table.py"
+    threads = 128
+    assert result.registers * threads * result.blocks <= REGISTERS_OF_A_MULTIPROCESSOR
+    if "plain" not in family:  # there the launch says how much
+        assert (result.shared_bytes + 1024) * result.blocks <= SHARED_BYTES_OF_A_MULTIPROCESSOR
+
+
+def test_the_lint_sees_faults():
+    ptx = ".visible .entry k()\n mul.f64 %fd1;\n div.s64 %rd1;\n st.local.u32 [%r1];\n call f;\n.extern .func f\n"
+    assert len(faults(ptx, converts_lse=False)) == 5
+    assert faults(" cvt.rn.f32.f64 %f1, %fd1;", converts_lse=True) == []
+    assert faults(" cvt.rn.f32.f64 %f1, %fd1;\n add.f64 %fd1;", converts_lse=True) == ["float64 arithmetic"]
+
+
+def test_a_filled_cache_compiles_nothing(caplog):
+    before = compiler.counters.compiled
+    with caplog.at_level(logging.INFO, logger="nbattn"):
+        first = compiler.cubin_for("merge_pair", {}, CC)
+        assert compiler.counters.compiled == before + 1
+        assert [r.message.split()[0] for r in caplog.records] == ["compiling", "compiled"]
+        again = compiler.cubin_for("merge_pair", {}, CC)
+    assert compiler.counters.compiled == before + 1
+    assert again == first and first.image[:4] == b"\x7fELF"
+    assert len(caplog.records) == 2
+    script = (
+        "import sys, nbattn\n"
+        "from nbattn.cuda_kernels import compile as c, target\n"
+        "c.cubin_for('merge_pair', {}, (9, 0))\n"
+        "print(c.counters.compiled, c.counters.loaded, 'numba' in sys.modules, 'cupy' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=dict(os.environ))
+    assert out.stdout.split() == ["0", "1", "False", "False"]
+
+
+def test_the_key_changes_with_everything_that_matters(monkeypatch):
+    key = compiler.cache_key("merge_states", {"vector": True}, CC)
+    assert key != compiler.cache_key("merge_states", {"vector": False}, CC)
+    assert key != compiler.cache_key("merge_states", {"vector": True}, (8, 0))
+    assert key != compiler.cache_key("merge_pair", {"vector": True}, CC)
+    monkeypatch.setattr(compiler, "source_hash", lambda: "edited")
+    assert key != compiler.cache_key("merge_states", {"vector": True}, CC)
+    monkeypatch.undo()
+    monkeypatch.setattr(compiler, "toolchain_versions", lambda: {"numba-cuda": "0"})
+    assert key != compiler.cache_key("merge_states", {"vector": True}, CC)
+
+
+def test_a_damaged_cache_entry_is_compiled_anew():
+    first = compiler.cubin_for("merge_pair", {}, CC)
+    (path,) = compiler.cache_directory().glob("*.cubin")
+    for damage in (b"", path.read_bytes()[:200], b"something else"):
+        path.write_bytes(damage)
+        assert compiler.cubin_for("merge_pair", {}, CC) == first
+
+
+def test_an_unwritable_cache_is_reported(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NBATTN_CACHE_DIR", str(tmp_path / "file" / "below"))
+    with caplog.at_level(logging.WARNING, logger="nbattn"):
+        assert compiler.cubin_for("merge_pair", {}, CC).image
+    assert "cannot be written" in caplog.text
