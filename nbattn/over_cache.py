@@ -170,6 +170,8 @@ def attention_over_cache(
     """
     library = common_library(q=q, cache_key=cache_key, cache_value=cache_value)
     heads_of_q = _unfolded("q", q, num_heads)
+    if out is not None and require_array("out", out).ndim != q.ndim:
+        raise ContractError(f"out: must be {'folded as q is' if q.ndim == 2 else 'as q is'}, got shape {out.shape}.")
     kv, offsets = _cache(cache_key, cache_value, kvcache_start, cu_seqlens_q, cu_seqlens_k, slot_ids, len(q))
     if kv_num_heads is not None and check_int("kv_num_heads", kv_num_heads) != kv.num_kv_heads:
         raise ContractError(f"kv_num_heads: must be {kv.num_kv_heads} (heads of cache_key), got {kv_num_heads}.")
