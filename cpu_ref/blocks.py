@@ -12,6 +12,7 @@ from numba.extending import overload
 
 from nbattn.cpu_ref import primitives  # noqa: F401 - registers the CPU versions of exp2, tanh and idiv
 from nbattn.cpu_ref.lanes import lane_count
+from nbattn.cpu_ref.number_formats import itemsize
 from nbattn.cpu_ref.tiles import (
     KEYS,
     score_tile_1,
@@ -20,6 +21,7 @@ from nbattn.cpu_ref.tiles import (
     value_tile_1,
     value_tile_2,
     value_tile_4,
+    value_vectors,
 )
 
 ROW_MULTIPLE = 16  # packed rows and head sizes are padded to whole vectors of any width
@@ -37,7 +39,7 @@ def _number_type(kind):
 
 
 def _tile_constants(kind):
-    """Return (lanes of a vector, bytes of a number)."""
+    """Return (lanes of a vector, bytes of a number, numbers and cache bytes of a slice of V)."""
     raise NotImplementedError("compiled code only")
 
 
@@ -45,7 +47,8 @@ def _tile_constants(kind):
 def _tile_constants_of(kind):
     lanes = lane_count(kind.tag)
     size = 8 if kind.tag == "float64" else 4
-    return lambda kind: (lanes, size)
+    slice_dims, slice_bytes = value_vectors(kind.tag) * lanes, value_vectors(kind.tag) * lanes * itemsize(kind.tag)
+    return lambda kind: (lanes, size, slice_dims, slice_bytes)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -55,7 +58,7 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, s,
     `coming` lists ``heads * KEYS`` K rows of the next block, which are brought to the cache meanwhile; `idle` lists
     `KEYS` places where a prefetch costs nothing.
     """
-    lanes, size = _tile_constants(kind)
+    lanes, size, _, _ = _tile_constants(kind)
     for head in range(heads):
         ahead = coming + head * KEYS * 8
         done = 0
@@ -90,9 +93,10 @@ def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_
 
     With `select` a weight of 0 marks a dropped key, whose value is never used.
     """
-    _, size = _tile_constants(kind)
+    _, size, slice_dims, _ = _tile_constants(kind)
+    slices = max(1, dim // slice_dims)
     for head in range(heads):
-        ahead = coming + head * KEYS * 8
+        ahead = coming + head * slices * KEYS * 8
         done = 0
         while done < rows:
             row = head * rows + done
@@ -124,13 +128,32 @@ def padded(n):
 
 
 @njit(nogil=True, error_model="numpy")
-def list_coming(coming, rows, heads, head_begin, head_stride, slot_stride):
-    """List the rows of some heads of `KEYS` tokens in the order in which they lie in memory."""
-    if head_stride <= slot_stride:
-        for j in range(KEYS):
-            for head in range(heads):
-                coming[j * heads + head] = rows[j] + (head_begin + head) * head_stride
-    else:
-        for head in range(heads):
-            for j in range(KEYS):
-                coming[head * KEYS + j] = rows[j] + (head_begin + head) * head_stride
+def _list_coming(coming, rows, heads, head_begin, head_stride, slot_stride, slices, slice_bytes):
+    """List the slices of the rows of some heads of `KEYS` tokens in the order in which they lie in memory."""
+    by_token = head_stride <= slot_stride
+    for i in range(heads * KEYS):
+        token, head = (i // heads, i % heads) if by_token else (i % KEYS, i // KEYS)
+        row = rows[token] + (head_begin + head) * head_stride
+        for part in range(slices):
+            coming[i * slices + part] = row + part * slice_bytes
+
+
+@njit(nogil=True, error_model="numpy")
+def list_coming_keys(coming, rows, heads, head_begin, head_stride, slot_stride):
+    """List the K rows that `score_heads` brings to the cache: whole rows."""
+    _list_coming(coming, rows, heads, head_begin, head_stride, slot_stride, 1, 0)
+
+
+@njit(nogil=True, error_model="numpy")
+def list_coming_values(kind, coming, rows, heads, head_begin, head_stride, slot_stride, dim):
+    """List the slices of V rows that `weigh_values` brings to the cache."""
+    _, _, slice_dims, slice_bytes = _tile_constants(kind)
+    slices = max(1, dim // slice_dims)
+    _list_coming(coming, rows, heads, head_begin, head_stride, slot_stride, slices, slice_bytes)
+
+
+@njit(nogil=True, error_model="numpy")
+def coming_entries(kind, heads, dim):
+    """Return how many entries `list_coming_values` writes."""
+    _, _, slice_dims, _ = _tile_constants(kind)
+    return heads * KEYS * max(1, dim // slice_dims)

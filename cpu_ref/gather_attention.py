@@ -11,7 +11,15 @@ import math
 import numpy as np
 from numba import njit
 
-from nbattn.cpu_ref.blocks import list_coming, number_type, padded, score_heads, weigh_values
+from nbattn.cpu_ref.blocks import (
+    coming_entries,
+    list_coming_keys,
+    list_coming_values,
+    number_type,
+    padded,
+    score_heads,
+    weigh_values,
+)
 from nbattn.cpu_ref.number_formats import address_of, load_int32
 from nbattn.cpu_ref.problem import (
     K_ADDRESS,
@@ -77,7 +85,8 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
     s = np.zeros((KEYS, stride), number)
     m, d_sum, alpha = np.empty(stride, number), np.empty(stride, number), np.empty(stride, number)
     key_rows, value_rows = np.zeros((2, KEYS), np.int64), np.zeros((2, KEYS), np.int64)
-    k_coming, v_coming = np.empty(heads * KEYS, np.int64), np.empty(heads * KEYS, np.int64)
+    k_coming = np.empty(heads * KEYS, np.int64)
+    v_coming = np.empty(coming_entries(kind, heads, output.dim), np.int64)
     idle = np.full(KEYS, address_of(q), np.int64)
     k_head, v_head = level[K_HEAD], level[V_HEAD]
     while True:
@@ -102,8 +111,8 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
                 key_rows[1 - now], value_rows[1 - now], level, tokens, here, end, page_begin, kv_len
             )
             after = 1 - now if n_next > 0 else now
-            list_coming(k_coming, key_rows[after], heads, 0, k_head, level[K_SLOT])
-            list_coming(v_coming, value_rows[after], heads, 0, v_head, level[V_SLOT])
+            list_coming_keys(k_coming, key_rows[after], heads, 0, k_head, level[K_SLOT])
+            list_coming_values(kind, v_coming, value_rows[after], heads, 0, v_head, level[V_SLOT], output.dim)
             score_heads(kind, address_of(q), q.strides[0], heads, group, address_of(key_rows[now]), k_head, queries.dim,
                         address_of(s), s.strides[0], address_of(k_coming), address_of(idle))  # fmt: skip
             softmax_block(kind, address_of(s), s.strides[0], n, padded(num_rows), address_of(m), address_of(d_sum),

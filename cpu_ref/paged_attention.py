@@ -12,7 +12,9 @@ import numpy as np
 from numba import njit
 
 from nbattn.cpu_ref.blocks import (
-    list_coming,
+    coming_entries,
+    list_coming_keys,
+    list_coming_values,
     number_type,
     padded,
     weigh_values,
@@ -120,7 +122,8 @@ def paged_worker(kind, rule_tag, counters, number_kind, tasks, work, levels, max
     qo_head, q_row, position = np.empty(max_rows, np.int64), np.empty(max_rows, np.int64), np.empty(max_rows, np.int64)
     key_rows, value_rows = np.empty((2, KEYS), np.int64), np.empty((2, KEYS), np.int64)
     dropped = np.zeros((2, KEYS), np.bool_)
-    k_coming, v_coming = np.empty(max_heads * KEYS, np.int64), np.empty(max_heads * KEYS, np.int64)
+    k_coming = np.empty(max_heads * KEYS, np.int64)
+    v_coming = np.empty(coming_entries(kind, max_heads, output.dim), np.int64)
     idle = np.full(KEYS, address_of(q), np.int64)
     rotating = rules.cos.shape[0] > 0
     rotated = np.zeros((max_heads * KEYS if rotating else 0, padded(queries.dim)), number)
@@ -156,8 +159,8 @@ def paged_worker(kind, rule_tag, counters, number_kind, tasks, work, levels, max
             if n_next > 0:
                 find_rows(key_rows[1 - now], value_rows[1 - now], dropped[1 - now], level, page_begin, key + n, n_next)
             after = 1 - now if n_next > 0 else now
-            list_coming(k_coming, key_rows[after], heads, head_begin, k_head, level[K_SLOT])
-            list_coming(v_coming, value_rows[after], heads, head_begin, v_head, level[V_SLOT])
+            list_coming_keys(k_coming, key_rows[after], heads, head_begin, k_head, level[K_SLOT])
+            list_coming_values(kind, v_coming, value_rows[after], heads, head_begin, v_head, level[V_SLOT], output.dim)
             for j in range(KEYS):
                 key_rows[now, j] += head_begin * k_head
                 value_rows[now, j] += head_begin * v_head

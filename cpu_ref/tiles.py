@@ -11,7 +11,7 @@ from __future__ import annotations
 from numba import types
 from numba.extending import intrinsic
 
-from nbattn.cpu_ref.lanes import Lanes
+from nbattn.cpu_ref.lanes import Lanes, lane_count
 from nbattn.cpu_ref.number_formats import I64, itemsize
 from nbattn.scoring import LOWEST
 
@@ -41,12 +41,13 @@ def _score_tile(queries: int):
                     for i in range(queries):
                         builder.store(lanes.fma(q_here[i], k_here, lanes.read(sums[j][i])), sums[j][i])
 
-            line = max(LINE_BYTES // size, lanes.count)  # elements that one prefetch brings
-            whole = builder.and_(dim, lanes.const(-line))
-            with lanes.loop(0, whole, line) as (d, _):
-                for j in range(keys):
-                    lanes.prefetch(lanes.add(ahead[j], lanes.mul(d, size)))
-                for part in range(0, line, lanes.count):
+            for j in range(keys):
+                with lanes.loop(0, lanes.mul(dim, size), LINE_BYTES) as (line, _):
+                    lanes.prefetch(lanes.add(ahead[j], line))
+            step_size = max(LINE_BYTES // size, lanes.count)
+            whole = builder.and_(dim, lanes.const(-step_size))
+            with lanes.loop(0, whole, step_size) as (d, _):
+                for part in range(0, step_size, lanes.count):
                     step(lanes.add(d, part), lanes.load_cache)
             with lanes.loop(whole, dim, lanes.count) as (d, _):
                 left = builder.sub(dim, d)
@@ -69,17 +70,23 @@ def _score_tile(queries: int):
     return intrinsic(score_tile)
 
 
+def value_vectors(kind: str) -> int:
+    """Return how many vectors of V a slice has, so that the accumulators of four rows fill half the registers."""
+    return lane_count(kind) // 4
+
+
 def _value_tile(queries: int):
-    """Build the value tile of `queries` rows: slices of ``lanes / queries`` (at most 8) vectors, then ragged ones."""
+    """Build the value tile of `queries` rows: slices of `value_vectors` vectors, then ragged ones."""
 
     def codegen_for(kind):
         def codegen(context, builder, sig, args):
             _, acc, acc_stride, p, p_stride, rows, head, n, dim, alpha, select, coming = args
             lanes = Lanes(builder, kind)
             size = itemsize(kind)
-            width = min(8, lanes.count // queries)
+            width = value_vectors(kind)
 
             def slice_of(d, vectors, load_value, select):
+                entries = lanes.add(coming, lanes.mul(d, 8 * KEYS // (width * lanes.count)))
                 here = lanes.mul(d, size)
                 place = [
                     [
@@ -96,9 +103,10 @@ def _value_tile(queries: int):
                 with lanes.loop(0, n, 1) as (j, _):
                     entry = lanes.mul(j, 8)
                     v = lanes.add(lanes.add(lanes.load_as(I64, lanes.add(rows, entry), 8), head), here)
-                    ahead = lanes.add(lanes.load_as(I64, lanes.add(coming, entry), 8), here)
-                    for first in range(0, vectors * lanes.count * size, LINE_BYTES):
-                        lanes.prefetch(lanes.add(ahead, first))
+                    if vectors == width:
+                        ahead = lanes.load_as(I64, lanes.add(entries, entry), 8)
+                        for line in range(0, width * lanes.count * size, LINE_BYTES):
+                            lanes.prefetch(lanes.add(ahead, line))
                     values = [load_value(lanes.add(v, t * lanes.count * size)) for t in range(vectors)]
                     weights = lanes.add(p, lanes.mul(p_stride, j))
                     for i in range(queries):
@@ -130,10 +138,11 @@ def _value_tile(queries: int):
         return codegen
 
     def value_tile(typingctx, kind, acc, acc_stride, p, p_stride, rows, head, n, dim, alpha, select, coming):
-        """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j]`` for ``j < n``, ``i < queries``; prefetch ``coming[j]``.
+        """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j]`` over ``j < n``, ``i < queries``.
 
         With `select` a weight of exactly 0 marks a dropped key, whose value is not used even if it is NaN.
-        Row j of V starts at ``rows[j] + head``; `acc` rows are padded to whole vectors.
+        Row j of V starts at ``rows[j] + head``; `acc` rows are padded to whole vectors. Key j of slice c prefetches one
+        slice at ``coming[c * KEYS + j]``.
         """
         return types.void(kind, *[_BYTES] * 11), codegen_for(kind.tag)
 

@@ -1,0 +1,115 @@
+"""`warmup`: compile kernels ahead of the first call that needs them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from nbattn.arrays import CACHE_DTYPES, QUANTIZED_DTYPES, QUERY_DTYPES, dtype_from_name, dtype_name
+from nbattn.errors import ContractError, TargetError
+from nbattn.gather import gather_attention
+from nbattn.kv_cache import PagedKV
+from nbattn.merging import merge_state
+from nbattn.paged import paged_attention
+
+FAMILIES = ("paged_attention", "gather_attention", "merge_state")
+
+
+def warmup(
+    q_dtype: Any = "float32",
+    kv_dtype: Any = None,
+    *,
+    num_qo_heads: int = 8,
+    num_kv_heads: int = 2,
+    head_dim: int = 128,
+    families: tuple[str, ...] = FAMILIES,
+    target: str = "cpu",
+) -> float:
+    """Compile, or load from the cache, the kernels for a pair of dtypes, and return the seconds it took.
+
+    Each family is called once on a cache of a few tokens, with positional rules only and with all rules.
+
+    Parameters
+    ----------
+    q_dtype : dtype
+        float16, bfloat16, float32 or float64 (CPU only).
+    kv_dtype : dtype, optional
+        `q_dtype` by default, or float8_e4m3fn, float8_e5m2, int8.
+    num_qo_heads, num_kv_heads, head_dim : int
+        Shapes; the CPU's kernels do not depend on them.
+    families : tuple of str
+        Which of ``"paged_attention"``, ``"gather_attention"``, ``"merge_state"``.
+    target : {"cpu", "cuda", "gpu"}
+        Where.
+
+    Returns
+    -------
+    float
+        Seconds.
+
+    Raises
+    ------
+    ContractError
+        If a name is unknown.
+    TargetError
+        If the target cannot run here.
+
+    Examples
+    --------
+    >>> import nbattn
+    >>> nbattn.warmup("float32", families=("merge_state",)) >= 0
+    True
+    """
+    q_type = dtype_from_name(q_dtype)
+    kv_type = q_type if kv_dtype is None else dtype_from_name(kv_dtype)
+    for name, value, known in (("q_dtype", str(q_type), QUERY_DTYPES), ("kv_dtype", str(kv_type), CACHE_DTYPES)):
+        if value not in known:
+            raise ContractError(f"{name}: must be one of {', '.join(known)}, got {value}.")
+    unknown = [name for name in families if name not in FAMILIES]
+    if unknown:
+        raise ContractError(f"families: must be among {', '.join(FAMILIES)}, got {unknown[0]!r}.")
+    place = _place_of(target)
+    start = time.perf_counter()
+    q = place(np.ones((1, num_qo_heads, head_dim), q_type))
+    if "merge_state" in families:
+        s = place(np.zeros((1, num_qo_heads), np.float64 if str(q_type) == "float64" else np.float32))
+        merge_state(q, s, q, s)
+    if "paged_attention" in families or "gather_attention" in families:
+        cache = place(np.ones((1, 16, num_kv_heads, head_dim), kv_type))
+        kv = PagedKV.from_slots(cache, cache, np.array([16], np.int32))
+        scales = {"k_scale": 1.0, "v_scale": 1.0} if dtype_name(cache) in QUANTIZED_DTYPES else {}
+        if "paged_attention" in families:
+            paged_attention(q, kv, **scales)
+            paged_attention(q, kv, logits_soft_cap=1.0, split_size=8, **scales)  # all rules, and the merge of splits
+        if "gather_attention" in families:
+            tokens, counts = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+            gather_attention(q, kv, place(tokens), place(counts), **scales)
+    if place is not _keep:
+        sys.modules["cupy"].cuda.get_current_stream().synchronize()
+    return time.perf_counter() - start
+
+
+def _keep(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def _place_of(target: str) -> Any:
+    """Return what brings a host array to the target."""
+    if target == "cpu":
+        return _keep
+    if target not in ("cuda", "gpu"):
+        raise ContractError(f'target: must be "cpu", "cuda" or "gpu", got {target!r}.')
+    try:
+        import cupy
+    except ImportError as error:
+        raise TargetError("target: CuPy is missing. Install it with: pip install 'nbattn[cuda13]'.") from error
+
+    def place(x: np.ndarray) -> Any:
+        if x.dtype.itemsize == 1 and x.dtype.kind == "V":  # CuPy makes no float8 arrays, but views bytes as such
+            return cupy.asarray(x.view(np.uint8)).view(x.dtype)
+        return cupy.asarray(x)
+
+    return place
