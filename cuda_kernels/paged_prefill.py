@@ -96,7 +96,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         for w in range(WARPS):
             key0 = int32(min(key0, int32(ptx.shared_load_u32(ranges + int32(8 * w)))))
             key_end = int32(max(key_end, int32(ptx.shared_load_u32(ranges + int32(8 * w + 4)))))
-        key0 = int32(max(key0 & int32(-16), work_field(work, item, KEY_BEGIN)))
+        key0 = int32(max(min(key0, key_end) & int32(-16), work_field(work, item, KEY_BEGIN)))
         key_end = int32(min(key_end, work_field(work, item, KEY_END)))
 
         s, p = cuda.local.array(S_NUMBERS, types.float32), cuda.local.array(P_WORDS, types.uint32)

@@ -205,7 +205,7 @@ def _permute(low: int, high: int, select: int) -> int:
 
 
 def _reader(access: Callable, dtype: Any, count: int = 1) -> Callable:
-    convert = np.float32 if dtype is np.float32 else int
+    convert = dtype if dtype in (np.float32, np.float64) else int
 
     def load(address):
         got = access(wrap(address, 64, True), np.dtype(dtype).itemsize * count).view(dtype)
@@ -218,7 +218,7 @@ def _writer(access: Callable, dtype: Any) -> Callable:
     bits = 8 * np.dtype(dtype).itemsize
 
     def store(address, *values):
-        kept = values if dtype is np.float32 else [wrap(x, bits, False) for x in values]
+        kept = values if dtype in (np.float32, np.float64) else [wrap(x, bits, False) for x in values]
         access(wrap(address, 64, True), len(values) * bits // 8).view(dtype)[:] = kept
 
     return store
@@ -271,11 +271,15 @@ def _stand_ins() -> dict[str, Callable]:
         "keep_rolled": lambda: None,
         "unroll_fully": lambda: None,
         "load_4u32": _reader(memory, np.uint32, 4),
+        "load_2u32": _reader(memory, np.uint32, 2),
         "load_2f32": _reader(memory, np.float32, 2),
         "shared_load_4u32": _reader(shared, np.uint32, 4),
         "store_4u32": _writer(memory, np.uint32),
         "shared_store_2f32": _writer(shared, np.float32),
     }
+    load_f64, store_f64 = _reader(memory, np.float64), _writer(memory, np.float64)
+    found["load_f64"] = found["read_f64"] = lambda address: np.float32(load_f64(address))
+    found["store_f64"] = lambda address, value: store_f64(address, np.float64(value))
     for n in range(4):
         found[f"wait_copies_{n}"] = _wait(n)
     dtypes = {"i32": np.int32, "i64": np.int64, "u32": np.uint32, "u16": np.uint16, "u8": np.uint8, "f32": np.float32}
@@ -387,20 +391,24 @@ def emulate(
     function = _rebuilt(kernel.function, {})
     ordered = [np.float32(values[n]) if kind == "f32" else int(values[n]) for n, kind in PARAMETERS[family]]
     lent = [np.lib.array_utils.byte_bounds(a) for a in arrays if a.size]
-    with np.errstate(all="ignore"):
-        for x, y, z in np.ndindex(*grid):
-            block = Block((x, y, z), kernel.threads, shared_bytes or kernel.shared_bytes, lent)
-            threads = [Thread(i, block) for i in range(kernel.threads)]
-            runs = [greenlet(function) for _ in threads]
-            begun, finished = set(), 0
-            while block.ready:
-                number = block.ready.pop(0)
-                _current = threads[number]
-                if number in begun:
-                    runs[number].switch()
-                else:
-                    begun.add(number)
-                    runs[number].switch(*ordered)
-                finished += runs[number].dead
-            stuck = {key: len(found) for key, found in block.waiting.items()}
-            assert finished == kernel.threads, f"deadlock: {finished} of {kernel.threads} threads done, waiting {stuck}"
+
+    def quietly(*arguments: Any) -> None:
+        with np.errstate(all="ignore"):  # a greenlet has settings of its own
+            function(*arguments)
+
+    for x, y, z in np.ndindex(*grid):
+        block = Block((x, y, z), kernel.threads, shared_bytes or kernel.shared_bytes, lent)
+        threads = [Thread(i, block) for i in range(kernel.threads)]
+        runs = [greenlet(quietly) for _ in threads]
+        begun, finished = set(), 0
+        while block.ready:
+            number = block.ready.pop(0)
+            _current = threads[number]
+            if number in begun:
+                runs[number].switch()
+            else:
+                begun.add(number)
+                runs[number].switch(*ordered)
+            finished += runs[number].dead
+        stuck = {key: len(found) for key, found in block.waiting.items()}
+        assert finished == kernel.threads, f"deadlock: {finished} of {kernel.threads} threads done, waiting {stuck}"

@@ -22,7 +22,10 @@ class LentDevice:
         return False
 
     def address(self, array: np.ndarray) -> int:
-        self.arrays[id(array)] = array
+        whole = array
+        while isinstance(whole.base, np.ndarray):  # other views of the same memory are found through strides
+            whole = whole.base
+        self.arrays[id(whole)] = whole
         return array.ctypes.data
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
