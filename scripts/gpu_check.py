@@ -1,0 +1,298 @@
+"""Check the CUDA target on a GPU: cases, random draws, large offsets, graphs, streams, repeats and the sanitizer.
+
+Usage: python scripts/gpu_check.py [--random N] [--seed S] [--repeats N] [--parts a,b] [--sanitizer] [--json FILE]
+
+Every part compares with the float64 oracle within the shared error budget. Exits 1 if anything fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import nbattn
+from nbattn import oracle, testing
+
+Outcome = dict[str, Any]
+
+
+def on_device(cupy: Any, dtype: Any, *shape: int, seed: int = 0) -> tuple[np.ndarray, Any]:
+    """Return random normal numbers on the host and on the device."""
+    host = np.random.default_rng(seed).standard_normal(shape).astype(np.float32).astype(dtype)
+    return host, cupy.asarray(host)
+
+
+def table_cases(_: argparse.Namespace) -> Iterator[Outcome]:
+    """The shared case table in every dtype the device takes."""
+    for family, cases in testing.CASES.items():
+        for case in cases:
+            if case.q_dtype != "float64":
+                yield _outcome(case, family)
+
+
+def random_cases(options: argparse.Namespace) -> Iterator[Outcome]:
+    """Random cases, all options drawn together."""
+    rng = np.random.default_rng(options.seed)
+    drawn = 0
+    while drawn < options.random:
+        case = testing.random_case(testing.FAMILIES[drawn % len(testing.FAMILIES)], rng)
+        if case.q_dtype != "float64":
+            drawn += 1
+            yield _outcome(case, case.family)
+
+
+def _outcome(case: Any, family: str) -> Outcome:
+    result = testing.run_case(case, array=testing.to_cupy)
+    return {"name": f"{family}: {case.id}", "passed": result.passed, "share": result.budget_share,
+            "detail": "" if result.passed else str(result)}  # fmt: skip
+
+
+def large_offsets(_: argparse.Namespace) -> Iterator[Outcome]:
+    """A page beyond element 2**31: only the touched pages are written."""
+    import cupy
+
+    pages, page_size, heads, dim = 140_000, 16, 8, 128  # 2.3e9 elements of K
+    k = cupy.empty((pages, page_size, heads, dim), cupy.float16)
+    ids = np.array([[pages - 1, 3, pages - 2]], np.int32)
+    lens = np.array([41], np.int32)
+    small_k, _ = on_device(cupy, np.float16, 3, page_size, heads, dim)
+    for i, page in enumerate(ids[0]):
+        k[int(page)] = cupy.asarray(small_k[i])
+    q, q_device = on_device(cupy, np.float16, 1, 32, dim, seed=1)
+    kv = nbattn.PagedKV.from_block_table(k, k, ids, lens)
+    small = nbattn.PagedKV.from_block_table(small_k, small_k, np.arange(3, dtype=np.int32)[None], lens)
+    tokens = np.arange(41, dtype=np.int32)[None]
+    calls: dict[str, tuple[Callable[[], Any], Callable[..., Any], tuple]] = {
+        "decode": (lambda: nbattn.paged_attention(q_device, kv, return_lse=True), oracle.paged_attention, (q, small)),
+        "gather": (
+            lambda: nbattn.gather_attention(
+                q_device, kv, cupy.asarray(tokens), cupy.asarray(np.array([41], np.int32)), return_lse=True
+            ),
+            oracle.gather_attention,
+            (q, small, tokens, np.array([41], np.int32)),
+        ),
+    }
+    for name, (run, define, arguments) in calls.items():
+        expected = testing.expect(define, *arguments)
+        yield _compare(f"page id x page stride > 2^31, {name}", run(), expected)
+
+
+def _compare(name: str, actual: Any, expected: Any) -> Outcome:
+    out = testing.compare(actual[0], expected.out, expected.out_budget, "out")
+    lse = testing.compare(actual[1], expected.lse, expected.lse_budget, "lse")
+    passed = out.passed and lse.passed
+    return {
+        "name": name,
+        "passed": passed,
+        "share": max(out.share, lse.share),
+        "detail": "" if passed else f"{out} {lse}",
+    }
+
+
+def _decode_problem(lens: list[int], seed: int = 0) -> tuple[Any, ...]:
+    import cupy
+
+    k, k_device = on_device(cupy, np.float16, 200, 16, 2, 64, seed=seed)
+    q, q_device = on_device(cupy, np.float16, len(lens), 8, 64, seed=seed + 1)
+    table = np.random.default_rng(seed).integers(0, 200, (len(lens), 40)).astype(np.int32)
+    lengths = np.array(lens, np.int32)
+    host = nbattn.PagedKV.from_block_table(k, k, table, lengths)
+    device = nbattn.PagedKV.from_block_table(k_device, k_device, cupy.asarray(table), lengths)
+    return q, host, q_device, device
+
+
+def graphs(_: argparse.Namespace) -> Iterator[Outcome]:
+    """Plan, capture, update the plan with longer lengths, replay (case P14)."""
+    import cupy
+
+    q, host, q_device, device = _decode_problem([100, 7, 300])
+    longer_q, longer_host, _, longer_device = _decode_problem([101, 8, 600])
+    plan = nbattn.plan(device, num_qo_heads=8, max_kv_len=640)
+    out = cupy.empty(q_device.shape, q_device.dtype)
+    lse = cupy.empty(q_device.shape[:2], np.float32)
+    nbattn.paged_attention(q_device, device, plan=plan, out=out, lse=lse)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        nbattn.paged_attention(q_device, device, plan=plan, out=out, lse=lse)
+        graph = stream.end_capture()
+        for name, define in (("as captured", host), ("after Plan.update", longer_host)):
+            if define is longer_host:
+                plan.update(longer_device)
+            out.fill(np.nan)
+            graph.launch(stream)
+            stream.synchronize()
+            yield _compare(f"graph replay {name}", (out, lse), testing.expect(oracle.paged_attention, q, define))
+    del longer_q
+
+
+def streams(_: argparse.Namespace) -> Iterator[Outcome]:
+    """Two streams at once, and a length array that a kernel launched just before writes (case P15)."""
+    import cupy
+
+    problems = [_decode_problem([500, 3, 77, 0], seed=5), _decode_problem([64, 600], seed=9)]
+    expected = [testing.expect(oracle.paged_attention, q, host) for q, host, _, _ in problems]
+    lanes = [cupy.cuda.Stream(non_blocking=True) for _ in problems]
+    results: list[list[Any]] = [[], []]
+    cupy.cuda.get_current_stream().synchronize()
+    for _ in range(20):
+        for i, (_, _, q_device, device) in enumerate(problems):
+            with lanes[i]:
+                results[i].append(nbattn.paged_attention(q_device, device, return_lse=True))
+    for lane in lanes:
+        lane.synchronize()
+    for i in range(2):
+        worst = [_compare(f"stream {i}", actual, expected[i]) for actual in results[i]]
+        yield max(worst, key=lambda x: (not x["passed"], x["share"]))
+    q, host, q_device, device = problems[0]
+    k_device, table = device.k, device.kv_indices.reshape(4, 40)
+    lens = cupy.zeros(4, cupy.int32)
+    lens += cupy.asarray(np.array([500, 3, 77, 0], np.int32))
+    late = nbattn.PagedKV.from_block_table(k_device, k_device, table, lens)
+    yield _compare("lengths written just before", nbattn.paged_attention(q_device, late, return_lse=True), expected[0])
+
+
+def repeats(options: argparse.Namespace) -> Iterator[Outcome]:
+    """The same call many times into poisoned buffers: bitwise equal."""
+    import cupy
+
+    for seed, lens in ((0, [633, 1, 0, 250]), (3, [5]), (4, [600] * 12)):
+        _, _, q_device, device = _decode_problem(lens, seed)
+        first = None
+        same = True
+        for _ in range(options.repeats):
+            out = cupy.full(q_device.shape, np.nan, q_device.dtype)
+            nbattn.paged_attention(q_device, device, out=out)
+            bits = out.get().tobytes()
+            first = bits if first is None else first
+            same &= bits == first
+        name = f"{options.repeats} repeats of {len(lens)} requests"
+        yield {"name": name, "passed": bool(same), "share": 0.0, "detail": "" if same else "bits differ"}
+
+
+def sanitizer(_: argparse.Namespace) -> Iterator[Outcome]:
+    """compute-sanitizer memcheck and racecheck over a few small cases."""
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        yield {
+            "name": "compute-sanitizer",
+            "passed": True,
+            "share": 0.0,
+            "detail": "not run: the tool is not installed",
+        }
+        return
+    for check in ("memcheck", "racecheck"):
+        command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, __file__, "--parts", "few"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+        tail = (done.stdout + done.stderr).strip().splitlines()[-6:]
+        yield {"name": f"compute-sanitizer {check}", "passed": done.returncode == 0, "share": 0.0,
+               "detail": " | ".join(tail)}  # fmt: skip
+
+
+def few_cases(_: argparse.Namespace) -> Iterator[Outcome]:
+    """A handful of small cases for the sanitizer."""
+    for family, cases in testing.CASES.items():
+        chosen = [case for case in cases if case.q_dtype != "float64"][:: max(1, len(cases) // 4)]
+        for case in chosen:
+            yield _outcome(case, family)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Outcome]]] = {
+    "table": table_cases,
+    "random": random_cases,
+    "offsets": large_offsets,
+    "graphs": graphs,
+    "streams": streams,
+    "repeats": repeats,
+    "sanitizer": sanitizer,
+    "few": few_cases,
+}
+DEFAULT_PARTS = "table,offsets,graphs,streams,repeats,random"
+
+
+def environment() -> Outcome:
+    """Return what a record needs to be read later."""
+    import cupy
+    import numba
+
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    return {
+        "device": properties["name"].decode(),
+        "driver": cupy.cuda.runtime.driverGetVersion(),
+        "runtime": cupy.cuda.runtime.runtimeGetVersion(),
+        "cupy": cupy.__version__,
+        "numba": numba.__version__,
+        "numpy": np.__version__,
+        "python": sys.version.split()[0],
+        "nbattn": nbattn.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": "python scripts/gpu_check.py " + " ".join(sys.argv[1:]),
+    }
+
+
+def run_part(name: str, options: argparse.Namespace) -> list[Outcome]:
+    """Run one part; an exception in it is a failure, and the parts after it still run."""
+    outcomes: list[Outcome] = []
+    checks = PARTS[name](options)
+    while True:
+        try:
+            outcomes.append(next(checks))
+        except StopIteration:
+            return outcomes
+        except Exception:
+            text = traceback.format_exc()
+            outcomes.append(
+                {"name": f"{name} after {len(outcomes)} checks", "passed": False, "share": np.inf, "detail": text}
+            )
+            return outcomes
+
+
+def main() -> int:
+    """Run the parts and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--random", type=int, default=200, metavar="N", help="random cases (default 200)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random cases")
+    parser.add_argument("--repeats", type=int, default=100, help="repeats of the bitwise comparison")
+    parser.add_argument("--parts", default=DEFAULT_PARTS, help=f"comma-separated, of {', '.join(PARTS)}")
+    parser.add_argument("--sanitizer", action="store_true", help="also run compute-sanitizer")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record")
+    options = parser.parse_args()
+    parts = options.parts.split(",") + (["sanitizer"] if options.sanitizer else [])
+    record: Outcome = {"environment": environment(), "parts": {}}
+    failures = 0
+    for name in parts:
+        start = time.perf_counter()
+        outcomes = run_part(name, options)
+        failed = [x for x in outcomes if not x["passed"]]
+        failures += len(failed)
+        worst = max((x["share"] for x in outcomes), default=0.0)
+        seconds = time.perf_counter() - start
+        record["parts"][name] = {
+            "checks": len(outcomes), "failed": len(failed), "worst_share_of_budget": round(float(worst), 3),
+            "seconds": round(seconds, 1), "failures": failed[:20],
+            "notes": [x["detail"] for x in outcomes if x["passed"] and x["detail"]],
+        }  # fmt: skip
+        for x in failed[:5]:
+            print(f"FAIL {x['name']}\n{x['detail'][-1500:]}", flush=True)
+        print(f"{name:<10} {len(outcomes):>5} checks {len(failed):>4} failed   worst error/budget {worst:6.3f}   {seconds:6.1f} s",
+              flush=True)  # fmt: skip
+        if options.json:
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
