@@ -159,7 +159,7 @@ def generic_cross_attention_kv_cache(
     causal, window, chunk = _MASKS[mask_str]
     tail["out"] = output if tail.get("out") is None else tail["out"]
     return paged_attention(
-        q, cache, offsets, causal=causal, sm_scale=scale, sinks=sink_weights,
+        q, cache, offsets, causal=causal, sm_scale=number(scale, 1.0), sinks=sink_weights,
         window_left=local_window_size - 1 if window else -1, chunk_size=local_window_size if chunk else None,
         q_positions=rows if q_start == "cache_length" else None, **tail,
     )  # fmt: skip
@@ -194,7 +194,7 @@ def qsa_sparse_attention(
     cache = layer_cache(kv_blocks, kv_lookup_table, kv_lens, layer_idx, page_stride)
     tail["out"] = output if tail.get("out") is None else tail["out"]
     return gather_attention(
-        q, cache, token_indices, counts, input_row_offsets, sm_scale=scale, output_gate=output_gate,
+        q, cache, token_indices, counts, input_row_offsets, sm_scale=number(scale, 1.0), output_gate=output_gate,
         k_scale=k_scale, v_scale=v_scale, **tail,
     )  # fmt: skip
 
