@@ -191,7 +191,7 @@ def run_paged(
         family, constants, pairs, shared_bytes = paged_specialisation(device, q, kv.k, kv.v, options, segment.tile)
         grid = (segment.count, kv.k.shape[2], -(-segment.pairs // pairs))
         cache_values = _cache_values(device, kv, table, q, options.scale)
-        values = (metadata.work_address(segment), *rows, *query, *cache_values, *features, *result)
+        values = (segment.work, *rows, *query, *cache_values, *features, *result)
         device.launch(family, constants, grid, values, shared_bytes)
     if metadata.num_merges:
         lists = [pointers[name] for name in ("merge rows", "merge indptr", "merge slots")]

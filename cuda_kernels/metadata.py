@@ -7,7 +7,7 @@ prefill tile. Padding items have no rows and padding merge rows are -1, so that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,11 +43,11 @@ class Room:
 
 @dataclass(frozen=True)
 class Segment:
-    """One launch: `count` items from byte `offset` on, of one level and one tile, each of up to `pairs` pairs."""
+    """One launch: `count` items from address `work` on, of one level and one tile, each of up to `pairs` pairs."""
 
     level: int
     tile: str
-    offset: int
+    work: int
     count: int
     pairs: int
 
@@ -73,6 +73,14 @@ class PlanMetadata:
         Query heads of a KV head.
     room : Room
         Capacity for later updates.
+
+    Attributes
+    ----------
+    segments : list of Segment
+    pointers : dict
+        Addresses of the rows' and the merges' arrays.
+    num_states, num_merges : int
+        Partial states and merged rows there is room for.
     """
 
     def __init__(self, device: Any, *, group_size: int, room: Room = Room(), **plan: Any):
@@ -174,6 +182,10 @@ class PlanMetadata:
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         self._host = np.zeros(max(end, 1), np.int32)
         self._buffer = self.device.empty((max(end, 1),), "int32")
+        names = ("position", "request", "index", "merge rows", "merge indptr", "merge slots")
+        self.pointers = {name: self._address(name) for name in names}
+        base = self.device.address(self._buffer)
+        self.segments = [replace(segment, work=base + segment.work) for segment in self.segments]
 
     def _copy(self, parts: dict[str, tuple[np.ndarray, int]]) -> None:
         for name, (begin, size) in self._places.items():
@@ -192,16 +204,6 @@ class PlanMetadata:
 
     def _address(self, name: str) -> int:
         return self.device.address(self._buffer) + 4 * self._places[name][0]
-
-    @property
-    def pointers(self) -> dict[str, int]:
-        """Addresses of the rows' and the merges' arrays."""
-        names = ("position", "request", "index", "merge rows", "merge indptr", "merge slots")
-        return {name: self._address(name) for name in names}
-
-    def work_address(self, segment: Segment) -> int:
-        """Return the address of a segment's first item."""
-        return self.device.address(self._buffer) + segment.offset
 
     def states(self, num_qo_heads: int, head_dim: int) -> tuple[Any, Any]:
         """Return the buffers of partial states."""

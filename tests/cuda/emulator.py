@@ -367,6 +367,11 @@ def _rebuilt(function: types.FunctionType, done: dict) -> types.FunctionType:
     return done[function]
 
 
+def rebuilt(function: Callable) -> Callable:
+    """Return a function of the kernels over stand-ins, to be called outside a kernel if it needs no thread."""
+    return _rebuilt(function, {})
+
+
 def emulate(
     family: str, constants: dict, grid: tuple[int, int, int], values: dict[str, Any], arrays: list[np.ndarray],
     shared_bytes: int | None = None,
