@@ -26,7 +26,7 @@ from nbattn.arrays import (
 )
 from nbattn.errors import ContractError, TargetError
 from nbattn.kv_cache import PagedKV
-from nbattn.page_tables import host_int64, require_index_array
+from nbattn.page_tables import host_int64, require_index_array, snapshot
 from nbattn.problem import Level
 
 OUT_DTYPES = ("float16", "bfloat16", "float32")
@@ -284,4 +284,4 @@ def check_selection(name: str, x: Array, lead: tuple[int, ...], ndim: int, libra
     require_index_array(name, x, ndim, library)
     if x.shape[:1] != lead:
         raise ContractError(f"{name}: must have {lead[0]} rows (rows of q), got shape {x.shape}.")
-    return x
+    return snapshot(x) if dtype_name(x) == "int64" else x  # 2**32 must not become token 0
