@@ -8,15 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from nbattn import contracts
 from nbattn.arrays import CACHE_DTYPES, QUERY_DTYPES, Array, library_of
 from nbattn.cache_views import page_views, split_pair
 from nbattn.errors import ContractError
 from nbattn.level_tables import LevelTables, build_levels
 from nbattn.merging import merge_state, merge_state_in_place, merge_states
-from nbattn.page_tables import host_int64
 from nbattn.paged import Result, attend
 from nbattn.planned_levels import Heads, LevelTable, PlanKeeper, PlannedDtype, check_layout, level_table, planned_dtype
 from nbattn.problem import Rope
@@ -226,8 +223,7 @@ class MultiLevelCascadeAttentionWrapper:
             options,
         )
         if self._buffers is not None:
-            last_page_len = [host_int64("", x, None) for x in paged_kv_last_page_len]
-            self._store(planned, last_page_len)
+            self._store(planned, paged_kv_last_page_len)
         self._planned = planned
 
     begin_forward = plan
@@ -314,7 +310,7 @@ class MultiLevelCascadeAttentionWrapper:
             return {}
         return {"max_num_pages": self._buffers.num_pages, "max_kv_len": self._buffers.num_pages * page_size}
 
-    def _store(self, planned: _Planned, last_page_len: list[np.ndarray]) -> None:
+    def _store(self, planned: _Planned, last_page_len: list[Array]) -> None:
         """Copy the metadata into the buffers, and refill the plan that graphs on the device are replayed with."""
         buffers, before = self._buffers, self._planned
         metadata = [
