@@ -32,20 +32,17 @@ def normalise(m, d_sum, sinks, qo_head):
 
 
 @register_jitable
-def store_result(
-    value, dim, row, qo_head, kv_head, head_dim, out, out_row, out_head, out_dim, out_kind, v_scale, v_unit, gate, gate_row, gate_head,
-    gate_dim, gate_kind,
-):  # fmt: skip
-    """Scale, gate and cast one number of a finished row, and store it."""
-    value *= v_unit
-    if v_scale != int64(0):
-        value *= ptx.load_f32(v_scale + int64(kv_head * head_dim + dim) * int64(4))
-    if gate != int64(0):
-        base = gate + int64(row) * gate_row + int64(qo_head) * gate_head
-        opened = exp2(load_number(base + int64(dim) * gate_dim, gate_kind) * float32(-LOG2E)) + float32(1)
-        value = ptx.divide(value, opened)  # times sigmoid(gate)
-    address = out + int64(row) * out_row + int64(qo_head) * out_head + int64(dim) * out_dim
-    store_number(address, out_kind, value)
+def store_result(value, dim, row, qo_head, kv_head, result):
+    """Scale, gate and cast one number of a finished row, and store it; `result` is a `groups.Result`."""
+    value *= result.v_unit
+    if result.v_scale != int64(0):
+        value *= ptx.load_f32(result.v_scale + int64(kv_head * result.head_dim + dim) * int64(4))
+    if result.gate != int64(0):
+        address = result.gate + int64(row) * result.gate_row + int64(qo_head) * result.gate_head
+        gate = load_number(address + int64(dim) * result.gate_dim, result.gate_kind)
+        value = ptx.divide(value, exp2(gate * float32(-LOG2E)) + float32(1))  # times sigmoid(gate)
+    address = result.out + int64(row) * result.out_row + int64(qo_head) * result.out_head
+    store_number(address + int64(dim) * result.out_dim, result.out_kind, value)
 
 
 def make_publish(out_dim: Callable, out_tiles: int, pitch: int) -> Callable:
@@ -75,14 +72,10 @@ def make_write_row(warps: int, rows: int) -> Callable:
     """Return the function by which a warp merges what `warps` warps published of one of `rows` rows, and writes it."""
 
     @register_jitable
-    def write_row(
-        accumulators, pitch, partials, tile_row, lane, row, qo_head, kv_head, state, num_qo_heads, head_dim, state_v,
-        state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row,
-        gate_head, gate_dim, gate_kind,
-    ):  # fmt: skip
+    def write_row(accumulators, pitch, partials, tile_row, lane, row, qo_head, kv_head, state, result):
         """Write query row `row` of head `qo_head`: as partial state `state`, or finished if that is negative.
 
-        A row of accumulators takes `pitch` bytes.
+        A row of accumulators takes `pitch` bytes; `result` is a `groups.Result`.
         """
         weight = cuda.local.array(warps, types.float32)
         m = EMPTY
@@ -95,28 +88,26 @@ def make_write_row(warps: int, rows: int) -> Callable:
             weight[w] = state_weight(ptx.shared_load_f32(at), base)
             d_sum += ptx.shared_load_f32(at + int32(4)) * weight[w]
         partial = state >= int32(0)
-        inverse, row_lse = normalise(m, d_sum, int64(0) if partial else sinks, qo_head)
-        slot = int64(state) * int64(num_qo_heads) + int64(qo_head)
+        inverse, row_lse = normalise(m, d_sum, int64(0) if partial else result.sinks, qo_head)
+        slot = int64(state) * int64(result.num_qo_heads) + int64(qo_head)
         if lane == int32(0):
             if partial:
-                ptx.store_f32(state_s + slot * int64(4), row_lse)
-            elif lse != int64(0):
-                ptx.store_f32(lse + int64(row) * lse_row + int64(qo_head) * lse_head, row_lse * lse_unit)
+                ptx.store_f32(result.state_s + slot * int64(4), row_lse)
+            elif result.lse != int64(0):
+                address = result.lse + int64(row) * result.lse_row + int64(qo_head) * result.lse_head
+                ptx.store_f32(address, row_lse * result.lse_unit)
         dim = lane
-        while dim < head_dim:
+        while dim < result.head_dim:
             value = float32(0)
             for w in range(warps):
-                at = accumulators + (int32(rows * w) + tile_row) * pitch + dim * int32(4)
                 if weight[w] != float32(0):  # a warp without keys has summed nothing
+                    at = accumulators + (int32(rows * w) + tile_row) * pitch + dim * int32(4)
                     value += weight[w] * ptx.shared_load_f32(at)
             value = value * inverse if inverse != float32(0) else float32(0)
             if partial:
-                ptx.store_f32(state_v + (slot * int64(head_dim) + int64(dim)) * int64(4), value)
+                ptx.store_f32(result.state_v + (slot * int64(result.head_dim) + int64(dim)) * int64(4), value)
             else:
-                store_result(
-                    value, dim, row, qo_head, kv_head, head_dim, out, out_row, out_head, out_dim, out_kind, v_scale, v_unit, gate,
-                    gate_row, gate_head, gate_dim, gate_kind,
-                )  # fmt: skip
+                store_result(value, dim, row, qo_head, kv_head, result)
             dim += int32(32)
 
     return write_row

@@ -14,6 +14,7 @@ from numba.extending import register_jitable
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_write_row
+from nbattn.cuda_kernels.groups import Pages, Result
 from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
 from nbattn.cuda_kernels.parameters import GATHER_WORK
 from nbattn.cuda_kernels.rows import element
@@ -64,10 +65,10 @@ def make(cache: str, head_dim: int) -> Kernel:
     wait_for_oldest, wait_for_all = ptx.WAIT_COPIES[STAGES - 2], ptx.WAIT_COPIES[0]
 
     def gather_attention(
-        work, token_indices, token_indices_row, counts, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
-        v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads, scale,
-        state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale,
-        v_unit, gate, gate_row, gate_head, gate_dim, gate_kind,
+        work, token_indices, token_indices_row, counts, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v,
+        v_page, v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads,
+        scale, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks,
+        v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind,
     ):  # fmt: skip
         item, kv_head = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
         first_head = int32(cuda.blockIdx.z * 16)
@@ -76,9 +77,11 @@ def make(cache: str, head_dim: int) -> Kernel:
         r, c = int32(lane >> int32(2)), int32(lane & int32(3))
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
         ring, partials = shared + warp * int32(RING), shared + int32(PARTIALS)
-        k += int64(kv_head) * k_head
-        v += int64(kv_head) * v_head
-        k_bytes, v_bytes = head_dim_qk * int32(ITEM), head_dim_vo * int32(ITEM)
+        pages = Pages(k + int64(kv_head) * k_head, k_page, k_slot, head_dim_qk * int32(ITEM),
+                      v + int64(kv_head) * v_head, v_page, v_slot, head_dim_vo * int32(ITEM), num_pages)  # fmt: skip
+        result = Result(num_qo_heads, head_dim_vo, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse,
+                        lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
+                        gate_kind)  # fmt: skip
         row, page_begin = gather_field(work, item, ROW), gather_field(work, item, PAGE_BEGIN)
         kv_len, list_begin = gather_field(work, item, KV_LEN), gather_field(work, item, LIST_BEGIN)
         list_end = int32(min(gather_field(work, item, LIST_END), element(counts, row)))
@@ -109,8 +112,7 @@ def make(cache: str, head_dim: int) -> Kernel:
             page, slot = resolve(list_entry(tokens, ahead, list_end), kv_len, page_begin, kv_indices, page_size)
             place = ring + int32(stage * STAGE)
             bits_1 = bits_2
-            bits_2 = fetch(place, place + int32(K_TILE), page, slot, lane, k, k_page, k_slot, k_bytes, v, v_page,
-                           v_slot, v_bytes, num_pages)  # fmt: skip
+            bits_2 = fetch(place, place + int32(K_TILE), page, slot, lane, pages)
             ptx.commit_copies()
             ahead = int32(ahead + int32(16 * WARPS))
         page, slot = resolve(list_entry(tokens, ahead, list_end), kv_len, page_begin, kv_indices, page_size)
@@ -121,8 +123,7 @@ def make(cache: str, head_dim: int) -> Kernel:
             wait_for_oldest()
             ptx.sync_warp()
             bits_0, bits_1 = bits_1, bits_2
-            bits_2 = fetch(filled, filled + int32(K_TILE), page, slot, lane, k, k_page, k_slot, k_bytes, v, v_page,
-                           v_slot, v_bytes, num_pages)  # fmt: skip
+            bits_2 = fetch(filled, filled + int32(K_TILE), page, slot, lane, pages)
             ptx.commit_copies()
             page, slot = resolve(token, kv_len, page_begin, kv_indices, page_size)
             ahead = int32(ahead + int32(16 * WARPS))
@@ -148,10 +149,7 @@ def make(cache: str, head_dim: int) -> Kernel:
         ptx.sync_block()
         state = gather_field(work, item, STATE)
         for tile_row in range(warp, min(int32(16), group_size - first_head), int32(WARPS)):
-            write_row(shared, int32(PITCH), partials, tile_row, lane, row, kv_head * group_size + first_head + tile_row, kv_head, state,
-                      num_qo_heads, head_dim_vo, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse,
-                      lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
-                      gate_kind)  # fmt: skip
+            write_row(shared, int32(PITCH), partials, tile_row, lane, row, kv_head * group_size + first_head + tile_row, kv_head, state, result)
             keep_rolled()
 
     return Kernel(gather_attention, 32 * WARPS, 1 if head_dim > 128 else 2, SHARED)

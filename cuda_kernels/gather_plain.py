@@ -23,10 +23,11 @@ from nbattn.cuda_kernels.gather_attention import (
     list_entry,
     resolve,
 )
+from nbattn.cuda_kernels.groups import Result
 from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.plain import WARPS, empty_accumulator, load_row, make_plain, publish_row, row_bytes
-from nbattn.cuda_kernels.shapes import LARGEST_HEAD, shared_bytes_for
 from nbattn.cuda_kernels.rows import element
+from nbattn.cuda_kernels.shapes import LARGEST_HEAD, shared_bytes_for
 from nbattn.indexing import mapped_page
 
 
@@ -37,10 +38,10 @@ def make(cache: str) -> Kernel:
     write_row = make_write_row(WARPS, 1)
 
     def gather_plain(
-        work, token_indices, token_indices_row, counts, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
-        v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads, scale,
-        state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale,
-        v_unit, gate, gate_row, gate_head, gate_dim, gate_kind,
+        work, token_indices, token_indices_row, counts, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v,
+        v_page, v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads,
+        scale, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks,
+        v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind,
     ):  # fmt: skip
         item, kv_head = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
         qo_head = int32(kv_head * group_size + cuda.blockIdx.z)
@@ -57,6 +58,9 @@ def make(cache: str) -> Kernel:
         load_row(query, address, q_kind, int64(4) if q_kind == F32 else int64(2), head_dim_qk, thread)
         k += int64(kv_head) * k_head
         v += int64(kv_head) * v_head
+        result = Result(num_qo_heads, head_dim_vo, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse,
+                        lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
+                        gate_kind)  # fmt: skip
 
         accumulator = accumulators + warp * pitch
         m, d_lane = empty_accumulator(accumulator, head_dim_vo, lane)
@@ -74,8 +78,6 @@ def make(cache: str) -> Kernel:
         publish_row(m, d_lane, partials, warp, lane)
         if warp == int32(0):
             state = gather_field(work, item, STATE)
-            write_row(accumulators, pitch, partials, int32(0), lane, row, qo_head, kv_head, state, num_qo_heads, head_dim_vo,
-                      state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit,
-                      sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
+            write_row(accumulators, pitch, partials, int32(0), lane, row, qo_head, kv_head, state, result)
 
     return Kernel(gather_plain, 32 * WARPS, 4, shared_bytes_for(LARGEST_HEAD))

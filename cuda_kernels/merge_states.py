@@ -8,12 +8,13 @@ states by lists of slots, the other by their place.
 from __future__ import annotations
 
 from numba import cuda
-from numba.cuda import float32, int32, int64, types, uint32
+from numba.cuda import float32, int32, int64, types
 
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY, normalise, store_result
 from nbattn.cuda_kernels.formats import BF16, F32, load_lse, load_number, store_lse, unpack_bf16
+from nbattn.cuda_kernels.groups import Result
 from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.rows import element
 from nbattn.indexing import idiv
@@ -29,7 +30,8 @@ def make(vector: bool) -> Kernel:
     def merge_states(
         v, v_row, v_state, v_head, v_dim, v_kind, s, s_row, s_state, s_head, s_kind, merge_rows, merge_indptr,
         merge_slots, num_rows, num_states, num_heads, group_size, head_dim, out, out_row, out_head, out_dim, out_kind,
-        lse, lse_row, lse_head, lse_kind, s_unit, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind,
+        lse, lse_row, lse_head, lse_kind, s_unit, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head,
+        gate_dim, gate_kind,
     ):  # fmt: skip
         thread = int32(cuda.threadIdx.x)
         lane = int32(thread & int32(31))
@@ -47,6 +49,10 @@ def make(vector: bool) -> Kernel:
             return
         v += int64(head) * v_head + (int64(row) * v_row if merge_rows == int64(0) else int64(0))
         s += int64(head) * s_head + (int64(row) * s_row if merge_rows == int64(0) else int64(0))
+
+        result = Result(num_heads, head_dim, int64(0), int64(0), out, out_row, out_head, out_dim, out_kind, lse, lse_row,
+                        lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
+                        gate_kind)  # fmt: skip
 
         m = EMPTY
         for at in range(lane, count, int32(32)):
@@ -94,9 +100,8 @@ def make(vector: bool) -> Kernel:
             inverse, row_lse = normalise(m, d_sum, sinks, head)
             if inside:
                 for e in range(WIDTH):
-                    result = value[e] * inverse if inverse != float32(0) else float32(0)
-                    store_result(result, dim + int32(e), row, head, idiv(head, group_size), head_dim, out, out_row,
-                                 out_head, out_dim, out_kind, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
+                    merged = value[e] * inverse if inverse != float32(0) else float32(0)
+                    store_result(merged, dim + int32(e), row, head, idiv(head, group_size), result)
             if first == int32(0) and lane == int32(0) and lse != int64(0):
                 store_lse(lse + int64(row) * lse_row + int64(head) * lse_head, lse_kind, row_lse * lse_unit)
             first = int32(first + int32(32 * WIDTH))

@@ -13,6 +13,7 @@ from numba.cuda import float32, int32, int64, types, uint32
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_write_row
+from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules
 from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.rows import (
     KEY_BEGIN,
@@ -67,8 +68,9 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         work, row_position, row_request, row_index, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
         v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads, scale,
         window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key, mask_kind,
-        rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head,
-        lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind,
+        rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head, out_dim,
+        out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
+        gate_kind,
     ):  # fmt: skip
         item, kv_head = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
         first_pair = int32(cuda.blockIdx.z * 16)
@@ -82,9 +84,14 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
         ring, scratch = shared + warp * int32(RING), shared + int32(SCRATCH) + warp * int32(1024)
         partials = shared + int32(PARTIALS)
-        k += int64(kv_head) * k_head
-        v += int64(kv_head) * v_head
-        k_bytes, v_bytes = head_dim_qk * int32(ITEM), head_dim_vo * int32(ITEM)
+        queries = Queries(q, q_row, q_head, q_kind, head_dim_qk, group_size, scale)
+        pages = Pages(k + int64(kv_head) * k_head, k_page, k_slot, head_dim_qk * int32(ITEM),
+                      v + int64(kv_head) * v_head, v_page, v_slot, head_dim_vo * int32(ITEM), num_pages)  # fmt: skip
+        rules = Rules(row_position, row_request, row_index, window_left, chunk_size, soft_cap, alibi_slopes, mask,
+                      mask_request, mask_head, mask_row, mask_key, mask_kind)  # fmt: skip
+        result = Result(num_qo_heads, head_dim_vo, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse,
+                        lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
+                        gate_kind)  # fmt: skip
         key_end, page_begin = work_field(work, item, KEY_END), work_field(work, item, PAGE_BEGIN)
         key_position = work_field(work, item, KEY_POSITION)
 
@@ -93,9 +100,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         unit, slope = cuda.local.array(2, types.float32), cuda.local.array(2, types.float32)
         position, mask_at = cuda.local.array(2, types.int32), cuda.local.array(2, types.int64)
         set_up_rows(query, unit, first, end, slope, position, mask_at, work, item, first_pair, pairs, kv_head, lane,
-                    warp == int32(0), row_position, row_request, row_index, q, q_row, q_head, q_kind, head_dim_qk,
-                    group_size, scale, window_left, chunk_size, alibi_slopes, mask, mask_request, mask_head, mask_row,
-                    mask_key)  # fmt: skip
+                    warp == int32(0), queries, rules)  # fmt: skip
         if Q_SHARED:
             ptx.sync_block()
 
@@ -115,8 +120,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
             place = ring + int32(stage * STAGE)
             bits_1 = bits_2
-            bits_2 = fetch(place, place + int32(K_TILE), page, slot, lane, k, k_page, k_slot, k_bytes, v, v_page,
-                           v_slot, v_bytes, num_pages)  # fmt: skip
+            bits_2 = fetch(place, place + int32(K_TILE), page, slot, lane, pages)
             ptx.commit_copies()
             ahead = int32(ahead + int32(16 * WARPS))
         page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
@@ -125,14 +129,12 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             wait_for_oldest()
             ptx.sync_warp()
             bits[0], bits_1 = bits_1, bits_2
-            bits_2 = fetch(filled, filled + int32(K_TILE), page, slot, lane, k, k_page, k_slot, k_bytes, v, v_page,
-                           v_slot, v_bytes, num_pages)  # fmt: skip
+            bits_2 = fetch(filled, filled + int32(K_TILE), page, slot, lane, pages)
             ptx.commit_copies()
             ahead = int32(ahead + int32(16 * WARPS))
             page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
             multiply_keys(query, s, used, lane)
-            dropped = score_tile(s, bits, key0, c, unit, first, end, slope, position, mask_at, key_position, soft_cap,
-                                 mask_key, mask_kind)  # fmt: skip
+            dropped = score_tile(s, bits, key0, c, unit, first, end, slope, position, mask_at, key_position, rules)
             soften(s, m, d_sum, o)
             v_tile = used + int32(K_TILE)
             if ptx.ballot(dropped) != uint32(0) and has_nonfinite(v_tile, lane):
@@ -154,9 +156,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         while tile_row < min(int32(16), pairs - first_pair):
             row, qo_head = row_and_head(first_pair + tile_row, row_begin, kv_head, group_size)
             slot = state + row - row_begin if state >= int32(0) else int32(-1)
-            write_row(shared, int32(PITCH), partials, tile_row, lane, row, qo_head, kv_head, slot, num_qo_heads, head_dim_vo,
-                      state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks,
-                      v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
+            write_row(shared, int32(PITCH), partials, tile_row, lane, row, qo_head, kv_head, slot, result)
             tile_row += int32(WARPS)
             keep_rolled()
 

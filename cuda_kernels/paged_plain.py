@@ -6,17 +6,16 @@ A block takes one work item, one KV head and one (row, head) pair; its four warp
 from __future__ import annotations
 
 from numba import cuda
-from numba.cuda import float32, int32, int64, types, uint32
+from numba.cuda import float32, int32, int64, types
 
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY, make_write_row
 from nbattn.cuda_kernels.formats import F32
+from nbattn.cuda_kernels.groups import Result, Rules
 from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.plain import WARPS, empty_accumulator, load_row, make_plain, publish_row, row_bytes
-from nbattn.cuda_kernels.shapes import LARGEST_HEAD, shared_bytes_for
 from nbattn.cuda_kernels.rows import (
-    KEY_BASE,
     KEY_BEGIN,
     KEY_END,
     KEY_POSITION,
@@ -28,11 +27,12 @@ from nbattn.cuda_kernels.rows import (
     element,
     keys_of_row,
     row_and_head,
+    slope_and_mask,
     work_field,
 )
+from nbattn.cuda_kernels.shapes import LARGEST_HEAD, shared_bytes_for
 from nbattn.cuda_kernels.tile import look_up
 from nbattn.indexing import mapped_page
-from nbattn.scoring import LOG2E
 
 
 def make(cache: str) -> Kernel:
@@ -45,8 +45,9 @@ def make(cache: str) -> Kernel:
         work, row_position, row_request, row_index, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
         v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads, scale,
         window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key, mask_kind,
-        rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row,
-        lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind,
+        rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head, out_dim,
+        out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
+        gate_kind,
     ):  # fmt: skip
         item, kv_head, pair = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int32(cuda.blockIdx.z)
         row_begin = work_field(work, item, ROW_BEGIN)
@@ -62,20 +63,18 @@ def make(cache: str) -> Kernel:
         load_row(query, address, q_kind, int64(4) if q_kind == F32 else int64(2), head_dim_qk, thread)
         k += int64(kv_head) * k_head
         v += int64(kv_head) * v_head
+        rules = Rules(row_position, row_request, row_index, window_left, chunk_size, soft_cap, alibi_slopes, mask,
+                      mask_request, mask_head, mask_row, mask_key, mask_kind)  # fmt: skip
+        result = Result(num_qo_heads, head_dim_vo, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse,
+                        lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
+                        gate_kind)  # fmt: skip
 
         position, key_position = element(row_position, row), work_field(work, item, KEY_POSITION)
-        first, end = keys_of_row(work, item, position, window_left, chunk_size)
+        first, end = keys_of_row(work, item, position, rules)
         key_begin = max(work_field(work, item, KEY_BEGIN), first)
         key_end = min(work_field(work, item, KEY_END), end)
         page_begin = work_field(work, item, PAGE_BEGIN)
-        slope, mask_at = float32(0), int64(0)
-        if alibi_slopes != int64(0):
-            slope = ptx.load_f32(alibi_slopes + int64(qo_head) * int64(4)) * float32(LOG2E)
-        if mask != int64(0):
-            request = max(element(row_request, row), int32(0))  # a row without tokens in the last level
-            mask_at = mask + int64(request) * mask_request + int64(qo_head) * mask_head
-            mask_at += int64(element(row_index, row)) * mask_row
-            mask_at += int64(work_field(work, item, KEY_BASE)) * mask_key
+        slope, mask_at = slope_and_mask(work, item, row, qo_head, rules)
 
         accumulator = accumulators + warp * pitch
         m, d_lane = empty_accumulator(accumulator, head_dim_vo, lane)
@@ -95,7 +94,7 @@ def make(cache: str) -> Kernel:
                     score = dot(query, k_row, head_dim_qk)
                 at = mask_at + int64(key) * mask_key if mask_at != int64(0) else int64(0)
                 distance = float32(int32(stands - position))
-                score, keep = biased_score(score * scale, distance, slope, soft_cap, at, mask_kind)
+                score, keep = biased_score(score * scale, distance, slope, at, rules)
                 score = score if keep else EMPTY
             m, d_lane = fold(score, page, slot, m, d_lane, accumulator, lane, v, v_page, v_slot, head_dim_vo)
             tile = int32(tile + int32(32 * WARPS))
@@ -105,8 +104,6 @@ def make(cache: str) -> Kernel:
         if warp == int32(0):
             state = work_field(work, item, STATE)
             slot = int32(state + row - row_begin) if state >= int32(0) else int32(-1)
-            write_row(accumulators, pitch, partials, int32(0), lane, row, qo_head, kv_head, slot, num_qo_heads, head_dim_vo,
-                      state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit,
-                      sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
+            write_row(accumulators, pitch, partials, int32(0), lane, row, qo_head, kv_head, slot, result)
 
     return Kernel(paged_plain, 32 * WARPS, 4, shared_bytes_for(LARGEST_HEAD))

@@ -12,6 +12,7 @@ from numba.cuda import float32, int32, int64, types, uint32
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_write_row
+from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules
 from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.rows import (
     KEY_BEGIN,
@@ -59,7 +60,8 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads, scale,
         window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key, mask_kind,
         rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head, out_dim,
-        out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind,
+        out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
+        gate_kind,
     ):  # fmt: skip
         item, kv_head = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
         thread = int32(cuda.threadIdx.x)
@@ -73,9 +75,14 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
         scratch, bits_at = shared + int32(SCRATCH) + warp * int32(1024), shared + int32(BITS)
         partials = shared + int32(PARTIALS) + warp * int32(128)
-        k += int64(kv_head) * k_head
-        v += int64(kv_head) * v_head
-        k_bytes, v_bytes = head_dim_qk * int32(ITEM), head_dim_vo * int32(ITEM)
+        queries = Queries(q, q_row, q_head, q_kind, head_dim_qk, group_size, scale)
+        pages = Pages(k + int64(kv_head) * k_head, k_page, k_slot, head_dim_qk * int32(ITEM),
+                      v + int64(kv_head) * v_head, v_page, v_slot, head_dim_vo * int32(ITEM), num_pages)  # fmt: skip
+        rules = Rules(row_position, row_request, row_index, window_left, chunk_size, soft_cap, alibi_slopes, mask,
+                      mask_request, mask_head, mask_row, mask_key, mask_kind)  # fmt: skip
+        result = Result(num_qo_heads, head_dim_vo, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse,
+                        lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
+                        gate_kind)  # fmt: skip
         page_begin, key_position = work_field(work, item, PAGE_BEGIN), work_field(work, item, KEY_POSITION)
 
         query = shared + int32(QUERY) + warp * int32(Q_BYTES) if Q_SHARED else cuda.local.array(Q_WORDS, types.uint32)
@@ -83,9 +90,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         unit, slope = cuda.local.array(2, types.float32), cuda.local.array(2, types.float32)
         position, mask_at = cuda.local.array(2, types.int32), cuda.local.array(2, types.int64)
         set_up_rows(query, unit, first, end, slope, position, mask_at, work, item, first_pair, pairs, kv_head, lane,
-                    True, row_position, row_request, row_index, q, q_row, q_head, q_kind, head_dim_qk, group_size,
-                    scale, window_left, chunk_size, alibi_slopes, mask, mask_request, mask_head, mask_row,
-                    mask_key)  # fmt: skip
+                    True, queries, rules)  # fmt: skip
         # what this warp sees, and what the block must read
         low, high = keys_of_warp(first, end)
         ranges = bits_at + int32(2 * GROUPS * 4)
@@ -112,8 +117,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         place, stage = shared + warp * int32(16 * K_ROW), int32(0)
         if warp < int32(GROUPS):
             page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
-            found = fetch(place, shared + int32(K_TILE) + warp * int32(16 * V_ROW), page, slot, lane, k, k_page, k_slot,
-                          k_bytes, v, v_page, v_slot, v_bytes, num_pages)  # fmt: skip
+            found = fetch(place, shared + int32(K_TILE) + warp * int32(16 * V_ROW), page, slot, lane, pages)
             if lane == int32(0):
                 ptx.shared_store_u32(bits_at + warp * int32(4), found)
         ptx.commit_copies()
@@ -123,8 +127,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             if warp < int32(GROUPS):
                 page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
                 target = other * int32(STAGE)
-                found = fetch(place + target, shared + target + int32(K_TILE) + warp * int32(16 * V_ROW), page, slot,
-                              lane, k, k_page, k_slot, k_bytes, v, v_page, v_slot, v_bytes, num_pages)  # fmt: skip
+                found = fetch(place + target, shared + target + int32(K_TILE) + warp * int32(16 * V_ROW), page, slot, lane, pages)
                 if lane == int32(0):
                     ptx.shared_store_u32(bits_at + other * int32(4 * GROUPS) + warp * int32(4), found)
             ptx.commit_copies()
@@ -136,8 +139,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
                 for g in range(GROUPS):
                     bits[g] = ptx.shared_load_u32(bits_at + stage * int32(4 * GROUPS) + int32(4 * g))
                 multiply_keys(query, s, k_tile, lane)
-                dropped = score_tile(s, bits, key0, c, unit, first, end, slope, position, mask_at, key_position,
-                                     soft_cap, mask_key, mask_kind)  # fmt: skip
+                dropped = score_tile(s, bits, key0, c, unit, first, end, slope, position, mask_at, key_position, rules)
                 soften(s, m, d_sum, o)
                 if ptx.ballot(dropped) != uint32(0) and has_nonfinite(v_tile, lane):
                     select_values(s, o, v_tile, scratch, lane)
@@ -158,9 +160,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         for tile_row in range(min(int32(16), pairs - first_pair)):
             row, qo_head = row_and_head(first_pair + tile_row, row_begin, kv_head, group_size)
             slot = int32(state + row - row_begin) if state >= int32(0) else int32(-1)
-            write_row(accumulators, int32(PITCH), partials, tile_row, lane, row, qo_head, kv_head, slot, num_qo_heads, head_dim_vo,
-                      state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit,
-                      sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind)  # fmt: skip
+            write_row(accumulators, int32(PITCH), partials, tile_row, lane, row, qo_head, kv_head, slot, result)
             keep_rolled()
 
     return Kernel(paged_prefill, 32 * WARPS, 2, SHARED)

@@ -51,34 +51,49 @@ def row_and_head(pair, row_begin, kv_head, group_size):
 
 
 @register_jitable
-def keys_of_row(work, item, position, window_left, chunk_size):
+def keys_of_row(work, item, position, rules):
     """Return the interval of the level's keys that the row at `position` sees."""
     first, end = visible_keys(
         position,
         work_field(work, item, KEY_POSITION),
         work_field(work, item, KV_LEN),
         work_field(work, item, CAUSAL) != int32(0),
-        window_left,
-        chunk_size,
+        rules.window_left,
+        rules.chunk_size,
     )
     return int32(first), int32(end)
 
 
 @register_jitable
-def biased_score(score, distance, slope, cap, mask_at, mask_kind):
+def slope_and_mask(work, item, row, qo_head, rules):
+    """Return (ALiBi slope in log2 units, address of the mask's element of the level's key 0 or 0) of a row and head."""
+    slope, mask_at = float32(0), int64(0)
+    if rules.alibi_slopes != int64(0):
+        slope = ptx.load_f32(rules.alibi_slopes + int64(qo_head) * int64(4)) * float32(LOG2E)
+    if rules.mask != int64(0):
+        request = max(element(rules.row_request, row), int32(0))  # a row without tokens in the last level
+        mask_at = rules.mask + int64(request) * rules.mask_request + int64(qo_head) * rules.mask_head
+        mask_at += int64(element(rules.row_index, row)) * rules.mask_row
+        mask_at += int64(work_field(work, item, KEY_BASE)) * rules.mask_key
+    return slope, mask_at
+
+
+@register_jitable
+def biased_score(score, distance, slope, mask_at, rules):
     """Apply soft cap, ALiBi and mask to a score in log2 units; return it and whether the mask keeps it.
 
-    `distance` is the key's position minus the row's; `mask_at` the address of the mask's element, 0 without a mask.
+    `distance` is the key's position minus the row's; `mask_at` the address of the mask's element, 0 without a
+    mask; `rules` a `groups.Rules`.
     """
     keep = True
-    if cap > float32(0):
-        score = soft_cap(score, cap)
+    if rules.soft_cap > float32(0):
+        score = soft_cap(score, rules.soft_cap)
     score += alibi_bias(slope, distance)
     if mask_at != int64(0):
-        if mask_kind == BOOL:
+        if rules.mask_kind == BOOL:
             keep = ptx.load_u8(mask_at) != uint32(0)
         else:
-            bias = load_number(mask_at, mask_kind)
+            bias = load_number(mask_at, rules.mask_kind)
             keep = bias != EMPTY
             score += bias * float32(LOG2E)
     return score, keep
@@ -88,9 +103,7 @@ def make_score_tile(groups: int, full: bool) -> Callable:
     """Return the function that turns ``q @ k.T`` of ``16 * groups`` keys into scores, dropped keys at -inf."""
 
     @register_jitable
-    def score_tile(
-        s, bits, key0, c, unit, first, end, slope, position, mask_at, key_position, cap, mask_key, mask_kind,
-    ):  # fmt: skip
+    def score_tile(s, bits, key0, c, unit, first, end, slope, position, mask_at, key_position, rules):
         """Scale, bias and mask `s`; return 1 if a row drops a key whose value is there, else 0.
 
         Per row of the lane: `unit` scales, ``[first, end)`` is what it sees (``end < 0``: no row, whatever it says).
@@ -108,9 +121,9 @@ def make_score_tile(groups: int, full: bool) -> Callable:
                         if keep:
                             at = int64(0)
                             if mask_at[i] != int64(0):
-                                at = mask_at[i] + int64(key) * mask_key
+                                at = mask_at[i] + int64(key) * rules.mask_key
                             distance = float32(int32(key_position + key - position[i]))
-                            score, keep = biased_score(score, distance, slope[i], cap, at, mask_kind)
+                            score, keep = biased_score(score, distance, slope[i], at, rules)
                     if mapped and not keep and end[i] >= int32(0):
                         dropped = int32(1)
                     s[4 * n + 2 * i + e] = score if keep else EMPTY
@@ -126,28 +139,20 @@ def make_set_up_rows(load_query: Callable) -> Callable:
     @register_jitable
     def set_up_rows(
         query, unit, first, end, slope, position, mask_at, work, item, first_pair, pairs, kv_head, lane, writes,
-        row_position, row_request, row_index, q, q_row, q_head, q_kind, head_dim_qk, group_size, scale, window_left,
-        chunk_size, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key,
+        queries, rules,
     ):  # fmt: skip
-        """Load the rows' queries; fill what `score_tile` takes."""
+        """Load the rows' queries; fill what `score_tile` takes. The last two are `groups.Queries` and `groups.Rules`."""
         row_begin = work_field(work, item, ROW_BEGIN)
         for i in range(2):
             pair = int32(first_pair + (lane >> int32(2)) + int32(8 * i))
-            row, qo_head = row_and_head(min(pair, pairs - int32(1)), row_begin, kv_head, group_size)
-            address = q + int64(row) * q_row + int64(qo_head) * q_head
-            unit[i] = scale * load_query(query, address, i, q_kind, head_dim_qk, lane, writes)
-            position[i] = element(row_position, row)
-            first[i], end[i] = keys_of_row(work, item, position[i], window_left, chunk_size)
+            row, qo_head = row_and_head(min(pair, pairs - int32(1)), row_begin, kv_head, queries.group_size)
+            address = queries.q + int64(row) * queries.row + int64(qo_head) * queries.head
+            unit[i] = queries.scale * load_query(query, address, i, queries.kind, queries.head_dim, lane, writes)
+            position[i] = element(rules.row_position, row)
+            first[i], end[i] = keys_of_row(work, item, position[i], rules)
             if pair >= pairs:
                 first[i], end[i] = int32(0), int32(-1)
-            slope[i], mask_at[i] = float32(0), int64(0)
-            if alibi_slopes != int64(0):
-                slope[i] = ptx.load_f32(alibi_slopes + int64(qo_head) * int64(4)) * float32(LOG2E)
-            if mask != int64(0):
-                request = max(element(row_request, row), int32(0))  # a row without tokens in the last level
-                mask_at[i] = mask + int64(request) * mask_request + int64(qo_head) * mask_head
-                mask_at[i] += int64(element(row_index, row)) * mask_row
-                mask_at[i] += int64(work_field(work, item, KEY_BASE)) * mask_key
+            slope[i], mask_at[i] = slope_and_mask(work, item, row, qo_head, rules)
             unroll_fully()
 
     return set_up_rows

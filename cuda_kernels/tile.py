@@ -131,12 +131,12 @@ def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
         return q[4 * step], q[4 * step + 1], q[4 * step + 2], q[4 * step + 3]
 
     @register_jitable
-    def fetch(k_tile, v_tile, page, slot, lane, k, k_page, k_slot, k_bytes, v, v_page, v_slot, v_bytes, num_pages):
+    def fetch(k_tile, v_tile, page, slot, lane, pages):
         """Start copying 16 keys' rows of K and V; lane i gives page and slot of key ``i % 16``.
 
-        Returns the bits of the keys that exist; the rows of the others are filled with zeros.
+        `pages` is a `groups.Pages`. Returns the bits of the keys that exist; the others' rows are filled with zeros.
         """
-        if not mapped_page(page, num_pages):
+        if not mapped_page(page, pages.num_pages):
             page = int32(-1)
         mapped = ptx.ballot(page + int32(1))
         column = lane & int32(7)
@@ -146,19 +146,19 @@ def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
             size = int32(16) if key_page >= int32(0) else int32(0)
             key_page = max(key_page, int32(0))
             swizzle = key & int32(7)
-            source = k + int64(key_page) * k_page + int64(key_slot) * k_slot
+            source = pages.k + int64(key_page) * pages.k_page + int64(key_slot) * pages.k_slot
             target = k_tile + key * int32(K_ROW)
             for j in range(K_ROW // 128):
                 chunk = int32(8 * j) + column
-                inside = size if (chunk << int32(4)) < k_bytes else int32(0)
-                offset = int64(min(chunk << int32(4), k_bytes - int32(16)))
+                inside = size if (chunk << int32(4)) < pages.k_bytes else int32(0)
+                offset = int64(min(chunk << int32(4), pages.k_bytes - int32(16)))
                 ptx.copy_async(target + ((chunk ^ swizzle) << int32(4)), source + offset, inside)
-            source = v + int64(key_page) * v_page + int64(key_slot) * v_slot
+            source = pages.v + int64(key_page) * pages.v_page + int64(key_slot) * pages.v_slot
             target = v_tile + key * int32(V_ROW)
             for j in range(V_ROW // 128):
                 chunk = int32(8 * j) + column
-                inside = size if (chunk << int32(4)) < v_bytes else int32(0)
-                offset = int64(min(chunk << int32(4), v_bytes - int32(16)))
+                inside = size if (chunk << int32(4)) < pages.v_bytes else int32(0)
+                offset = int64(min(chunk << int32(4), pages.v_bytes - int32(16)))
                 ptx.copy_async(target + ((chunk ^ swizzle) << int32(4)), source + offset, inside)
         return mapped & uint32(0xFFFF)
 

@@ -329,11 +329,11 @@ class _Cuda:
     local, shared = _Local, _Shared
 
     @property
-    def threadIdx(self) -> _Index:  # noqa: N802
+    def threadIdx(self) -> _Index:
         return _Index(_current.number)
 
     @property
-    def blockIdx(self) -> _Index:  # noqa: N802
+    def blockIdx(self) -> _Index:
         return _Index(*_current.block.index)
 
 
