@@ -25,6 +25,7 @@ _REGISTER: dict[Any, tuple[str, ir.Type]] = {
     f32: ("f", ir.FloatType()),
 }
 _COLLECTIVE = (".sync", "bar.")  # instructions that all lanes must reach together
+_GUARDED = ("ld.",)  # a load stays behind the test of its pointer: NVVM moves what has no side effect ahead of branches
 
 
 def instruction(name: str, text: str, returns: tuple, takes: tuple, effects: str = "pure") -> Any:
@@ -35,12 +36,13 @@ def instruction(name: str, text: str, returns: tuple, takes: tuple, effects: str
     results: list[ir.Type] = [_REGISTER[t][1] for t in returns]
     result = results[0] if len(results) == 1 else ir.LiteralStructType(results) if results else ir.VoidType()
     function_type = ir.FunctionType(result, [_REGISTER[t][1] for t in takes])
+    stays = effects != "pure" or any(mark in text for mark in _GUARDED)
     attributes = ("convergent",) if any(mark in text for mark in _COLLECTIVE) else ()
     python_type = types.void if not returns else returns[0] if len(returns) == 1 else types.Tuple(returns)
 
     def codegen(context, builder, sig, args):
         cast = [context.cast(builder, a, given, wanted) for a, given, wanted in zip(args, sig.args, takes, strict=True)]
-        asm = ir.InlineAsm(function_type, text, ",".join(constraints), side_effect=effects != "pure")
+        asm = ir.InlineAsm(function_type, text, ",".join(constraints), side_effect=stays)
         value = builder.call(asm, cast, attrs=attributes)
         if not returns:
             return context.get_dummy_value()
@@ -85,12 +87,6 @@ int8_pair = instruction(
     (u32,),
     (u32,),
 )
-to_e4m3 = instruction(
-    "to_e4m3", "{.reg .b16 t; .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.satfinite.e4m3x2.f32 t, z, $1; cvt.u32.u16 $0, t;}", (u32,), (f32,)
-)
-to_e5m2 = instruction(
-    "to_e5m2", "{.reg .b16 t; .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.satfinite.e5m2x2.f32 t, z, $1; cvt.u32.u16 $0, t;}", (u32,), (f32,)
-)
 
 # ---- global memory
 load_i32 = instruction("load_i32", "ld.global.nc.u32 $0, [$1];", (i32,), (i64,))
@@ -114,9 +110,13 @@ read_f64 = instruction(
 )
 read_u16 = instruction("read_u16", "{.reg .u16 t; ld.global.u16 t, [$1]; cvt.u32.u16 $0, t;}", (u32,), (i64,), "memory")
 store_f32 = instruction("store_f32", "st.global.f32 [$0], $1;", (), (i64, f32), "memory")
-store_f64 = instruction("store_f64", "{.reg .f64 t; cvt.f64.f32 t, $1; st.global.f64 [$0], t;}", (), (i64, f32), "memory")
+store_f64 = instruction(
+    "store_f64", "{.reg .f64 t; cvt.f64.f32 t, $1; st.global.f64 [$0], t;}", (), (i64, f32), "memory"
+)
 store_u32 = instruction("store_u32", "st.global.u32 [$0], $1;", (), (i64, u32), "memory")
-store_u16 = instruction("store_u16", "{.reg .u16 t; cvt.u16.u32 t, $1; st.global.u16 [$0], t;}", (), (i64, u32), "memory")
+store_u16 = instruction(
+    "store_u16", "{.reg .u16 t; cvt.u16.u32 t, $1; st.global.u16 [$0], t;}", (), (i64, u32), "memory"
+)
 store_u8 = instruction("store_u8", "{.reg .u16 t; cvt.u16.u32 t, $1; st.global.u8 [$0], t;}", (), (i64, u32), "memory")
 store_4u32 = instruction("store_4u32", "st.global.v4.u32 [$0], {$1,$2,$3,$4};", (), (i64, u32, u32, u32, u32), "memory")
 
