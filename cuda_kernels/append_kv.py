@@ -15,7 +15,7 @@ from nbattn.cuda_kernels.target import current_device
 def append_kv(
     append_key: Array, append_value: Array, batch_indices: Array, positions: Array, kv: Any, device: Any = None
 ) -> None:
-    """Write token ``i`` to key ``positions[i]`` of request ``batch_indices[i]``; a token that breaks a rule is skipped."""
+    """Write token ``i`` to key ``positions[i]`` of request ``batch_indices[i]``; one that breaks a rule is skipped."""
     if append_key.shape[0] == 0:
         return
     device = device or current_device()

@@ -159,8 +159,9 @@ def paged_specialisation(
 
 
 def run_paged(
-    device: Any, metadata: PlanMetadata, q: Array, kvs: list[Any], options: AttentionOptions, out: Array, lse: Array | None
-) -> None:
+    device: Any, metadata: PlanMetadata, q: Array, kvs: list[Any], options: AttentionOptions, out: Array,
+    lse: Array | None,
+) -> None:  # fmt: skip
     """Run a plan: attention of `q` over every level's cache, merged.
 
     Parameters
@@ -216,7 +217,7 @@ def run_gather(
     counts : int32 array, shape [rows]
         On the device, contiguous.
     """
-    num_rows, heads, head_dim = out.shape
+    heads, head_dim = out.shape[1:]
     num_kv_heads = kv.k.shape[2]
     group = heads // num_kv_heads
     host = [work_list.work, work_list.merge_rows, work_list.merge_indptr, work_list.merge_slots]
@@ -230,9 +231,10 @@ def run_gather(
         states = device.address(states_v), device.address(states_s)
     cache_dtype = str(kv.k.dtype)
     size = head_size_class(cache_dtype, kv.k.shape[3], head_dim)
-    family, constants, pairs, shared_bytes = "gather_attention", {"cache": cache_dtype, "head_dim": size}, DECODE_ROWS, None
+    family, pairs, shared_bytes = "gather_attention", DECODE_ROWS, None
+    constants = {"cache": cache_dtype, "head_dim": size}
     if size is None or not _fits_tile(device, q, kv.k, kv.v, options):
-        family, constants, pairs = "gather_plain", {"cache": cache_dtype}, 1
+        family, pairs, constants = "gather_plain", 1, {"cache": cache_dtype}
         shared_bytes = shared_bytes_for(max(kv.k.shape[3], head_dim))
     values = (
         *(addresses[0], device.address(token_indices), token_indices.strides[0], device.address(counts)),
@@ -286,7 +288,9 @@ def run_merge_pair(
     device.launch("merge_pair", {}, (-(-rows * heads // WARPS_OF_MERGE), 1, 1), values)
 
 
-def run_merge_views(device: Any, sources: list[tuple[Array, Array]], out: Array, lse: Array, lse_base: str = "2") -> None:
+def run_merge_views(
+    device: Any, sources: list[tuple[Array, Array]], out: Array, lse: Array, lse_base: str = "2"
+) -> None:
     """Merge equally spaced views ``(v [n, heads, dim], s [n, heads])`` of one array of states; none give 0 and -inf."""
     rows, heads, head_dim = out.shape
     v, s = sources[0] if sources else (out, lse)
@@ -332,7 +336,9 @@ def run_prepare(
     device.launch("prepare_query", {}, (-(-rows * heads // WARPS_OF_MERGE), 1, 1), values)
 
 
-def run_append(device: Any, key: Array, value: Array, k: Array, v: Array, lists: tuple[int, ...], batch_size: int) -> None:
+def run_append(
+    device: Any, key: Array, value: Array, k: Array, v: Array, lists: tuple[int, ...], batch_size: int
+) -> None:
     """Copy tokens ``[tokens, heads, dim]`` to their pages.
 
     `lists` are the addresses of batch_indices, positions, kv_indptr, kv_lens and kv_indices, all int32.

@@ -214,7 +214,7 @@ def to_cubin(ptx: str, cc: ComputeCapability) -> tuple[bytes, str]:
         from cuda.bindings import nvjitlink
     except ImportError as error:
         raise TargetError(
-            f"cuda: assembling a kernel needs cuda-bindings, got {error}. Install it with: pip install 'nbattn[cuda13]'."
+            f"cuda: assembling a kernel needs cuda-bindings, got {error}. Install them: pip install 'nbattn[cuda13]'."
         ) from error
     major, minor, *suffix = _full_capability(cc)
     options = [f"-arch=sm_{major}{minor}{''.join(suffix)}", "-Xptxas=-v", "-verbose"]

@@ -1,4 +1,4 @@
-"""What the host side of the CUDA target asks of a device: memory, addresses, launches. Tests lend it an emulated one."""
+"""What the CUDA target asks of a device: memory, addresses, launches. Tests lend it an emulated one."""
 
 from __future__ import annotations
 

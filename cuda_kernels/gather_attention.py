@@ -1,7 +1,8 @@
 """Attention of each query row over its own list of token positions, on the decode tile.
 
-A block takes one work item (a row and a part of its list), one KV head and 16 of the group's query heads. Its four warps
-take interleaved runs of 16 entries: a lane resolves one entry to its page and slot, once for all heads and dimensions.
+A block takes one work item (a row and a part of its list), one KV head and 16 of the group's query heads. Its four
+warps take interleaved runs of 16 entries: a lane resolves one entry to its page and slot, once for all heads and
+dimensions.
 Entries that name no key are dropped: nothing is read for them, and their weight is 0.
 """
 
@@ -149,7 +150,8 @@ def make(cache: str, head_dim: int) -> Kernel:
         ptx.sync_block()
         state = gather_field(work, item, STATE)
         for tile_row in range(warp, min(int32(16), group_size - first_head), int32(WARPS)):
-            write_row(shared, int32(PITCH), partials, tile_row, lane, row, kv_head * group_size + first_head + tile_row, kv_head, state, result)
+            qo_head = int32(kv_head * group_size + first_head + tile_row)
+            write_row(shared, int32(PITCH), partials, tile_row, lane, row, qo_head, kv_head, state, result)
             keep_rolled()
 
     return Kernel(gather_attention, 32 * WARPS, 1 if head_dim > 128 else 2, SHARED)

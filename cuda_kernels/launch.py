@@ -1,4 +1,4 @@
-"""Launch a cubin on CuPy's current stream: the driver is called directly, with all parameters packed into one buffer."""
+"""Launch a cubin on CuPy's current stream: one call of the driver, all parameters packed into one buffer."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ def cupy() -> Any:
     try:
         import cupy as module
     except ImportError as error:
-        raise TargetError(
-            f"cuda: needs CuPy, got {error}. Install it with: pip install 'nbattn[cuda13]'."
-        ) from error
+        raise TargetError(f"cuda: needs CuPy, got {error}. Install it with: pip install 'nbattn[cuda13]'.") from error
     if not module.cuda.is_available():
         driver()
         raise TargetError("cuda: needs an NVIDIA GPU, got none that the driver can see. Check nvidia-smi.")
@@ -96,9 +94,7 @@ class LoadedKernel:
             check(result, f"cuFuncSetAttribute({self.shared_bytes} bytes of shared memory)")
         return int(function.value or 0)
 
-    def __call__(
-        self, grid: tuple[int, int, int], stream: int, values: tuple, shared_bytes: int | None = None
-    ) -> None:
+    def __call__(self, grid: tuple[int, int, int], stream: int, values: tuple, shared_bytes: int | None = None) -> None:
         """Launch on `stream` with `values` in the order of `names`; an empty grid launches nothing."""
         x, y, z = grid
         if not x * y * z:
@@ -106,9 +102,7 @@ class LoadedKernel:
         shared = self.shared_bytes if shared_bytes is None else shared_bytes
         with self._lock:
             self._pack(self._parameters, 0, *values)
-            result = self._launch(
-                self._function, x, y, z, self.threads, 1, 1, shared, stream, None, self._extra
-            )
+            result = self._launch(self._function, x, y, z, self.threads, 1, 1, shared, stream, None, self._extra)
         if result:
             check(result, f"cuLaunchKernel(grid={grid}, threads={self.threads}, shared={shared})")
 

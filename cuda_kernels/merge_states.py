@@ -50,8 +50,8 @@ def make(vector: bool) -> Kernel:
         v += int64(head) * v_head + (int64(row) * v_row if merge_rows == int64(0) else int64(0))
         s += int64(head) * s_head + (int64(row) * s_row if merge_rows == int64(0) else int64(0))
 
-        result = Result(num_heads, head_dim, int64(0), int64(0), out, out_row, out_head, out_dim, out_kind, lse, lse_row,
-                        lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
+        result = Result(num_heads, head_dim, int64(0), int64(0), out, out_row, out_head, out_dim, out_kind, lse,
+                        lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
                         gate_kind)  # fmt: skip
 
         m = EMPTY

@@ -157,14 +157,14 @@ class PlanMetadata:
         found = []
         for level in np.unique(work[:, _LEVEL]).tolist() if first else sorted({s.level for s in self.segments}):
             mine = work[:, _LEVEL] == level
-            tiles = [t for t in ("decode", "prefill") if first or any(s.level == level and s.tile == t for s in self.segments)]
+            tiles = ["decode", "prefill"] if first else [s.tile for s in self.segments if s.level == level]
             if tiles == ["prefill"]:  # takes small items too
                 chosen = {"prefill": mine}
             else:
                 chosen = {"decode": mine & small, "prefill": mine & ~small}
             for tile, which in chosen.items():
                 if which.any() and tile not in tiles:
-                    raise ContractError(f"plan: level {level} had only single tiles of rows when it was made, got more.")
+                    raise ContractError(f"plan: level {level} was made for items of {DECODE_ROWS} pairs, got larger.")
                 if tile in tiles and (which.any() or not first):
                     found.append((level, tile, work[which]))
         if not first and sum(len(items) for _, _, items in found) != len(work):
@@ -191,7 +191,7 @@ class PlanMetadata:
         for name, (begin, size) in self._places.items():
             array = parts[name][0] if name in parts else np.zeros(0, np.int32)
             if array.size > size:
-                raise ContractError(f"plan: must fit the room it was made with ({name}: {size} numbers), got {array.size}.")
+                raise ContractError(f"plan: must fit its room ({name}: {size} numbers), got {array.size}.")
             self._host[begin : begin + size] = 0
             self._host[begin : begin + array.size] = array.ravel()
         for segment in self.segments:

@@ -1,7 +1,7 @@
 """Split-KV paged attention for few query rows: the (row, head) pairs of one KV head fill a tensor-core tile of 16.
 
-A block takes one work item, one KV head and 16 pairs. Its four warps read interleaved tiles of 16 keys, each through its
-own ring of `cp.async` stages, so no warp waits for another until their four partial softmaxes are merged in shared
+A block takes one work item, one KV head and 16 pairs. Its four warps read interleaved tiles of 16 keys, each through
+its own ring of `cp.async` stages, so no warp waits for another until their four partial softmaxes are merged in shared
 memory. The result is a partial state, or the finished row where nothing else contributes to it.
 """
 

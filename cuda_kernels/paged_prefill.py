@@ -127,7 +127,8 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             if warp < int32(GROUPS):
                 page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
                 target = other * int32(STAGE)
-                found = fetch(place + target, shared + target + int32(K_TILE) + warp * int32(16 * V_ROW), page, slot, lane, pages)
+                v_place = shared + target + int32(K_TILE) + warp * int32(16 * V_ROW)
+                found = fetch(place + target, v_place, page, slot, lane, pages)
                 if lane == int32(0):
                     ptx.shared_store_u32(bits_at + other * int32(4 * GROUPS) + warp * int32(4), found)
             ptx.commit_copies()

@@ -1,7 +1,7 @@
 """The kernels' parameters, in order: what the launcher packs and what a kernel function must be declared with.
 
-``i64`` is a pointer or a stride in bytes, ``i32`` a count, ``f32`` a number. A pointer of 0 means "not given". A `*_kind`
-is one of `KINDS`. The last axis of q, k and v is contiguous.
+``i64`` is a pointer or a stride in bytes, ``i32`` a count, ``f32`` a number. A pointer of 0 means "not given". A
+`*_kind` is one of `KINDS`. The last axis of q, k and v is contiguous.
 """
 
 from __future__ import annotations

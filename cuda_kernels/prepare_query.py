@@ -1,4 +1,4 @@
-"""The pass over q before attention: RMS norm per head, rotation, and the fold of the keys' scale; the result is float32.
+"""The pass over q before attention: RMS norm per head, rotation, the fold of the keys' scale; the result is float32.
 
 A warp takes one (row, head).
 """

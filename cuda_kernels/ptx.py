@@ -77,9 +77,7 @@ unpack_f16 = instruction(
 e4m3_pair = instruction(  # two e4m3 in the low 16 bits -> a pair of float16, exact
     "e4m3_pair", "{.reg .b16 l,h; mov.b32 {l,h}, $1; cvt.rn.f16x2.e4m3x2 $0, l;}", (u32,), (u32,)
 )
-e5m2_pair = instruction(
-    "e5m2_pair", "{.reg .b16 l,h; mov.b32 {l,h}, $1; cvt.rn.f16x2.e5m2x2 $0, l;}", (u32,), (u32,)
-)
+e5m2_pair = instruction("e5m2_pair", "{.reg .b16 l,h; mov.b32 {l,h}, $1; cvt.rn.f16x2.e5m2x2 $0, l;}", (u32,), (u32,))
 int8_pair = instruction(
     "int8_pair",
     "{.reg .b32 a,b; .reg .b16 l,h; bfe.s32 a, $1, 0, 8; bfe.s32 b, $1, 8, 8;"

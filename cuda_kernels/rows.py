@@ -141,7 +141,7 @@ def make_set_up_rows(load_query: Callable) -> Callable:
         query, unit, first, end, slope, position, mask_at, work, item, first_pair, pairs, kv_head, lane, writes,
         queries, rules,
     ):  # fmt: skip
-        """Load the rows' queries; fill what `score_tile` takes. The last two are `groups.Queries` and `groups.Rules`."""
+        """Load the rows' queries and fill what `score_tile` takes, by `groups.Queries` and `groups.Rules`."""
         row_begin = work_field(work, item, ROW_BEGIN)
         for i in range(2):
             pair = int32(first_pair + (lane >> int32(2)) + int32(8 * i))

@@ -1,4 +1,4 @@
-"""Which specialisation serves a call, and how large its blocks are: what host and kernels must agree on, without Numba."""
+"""Which specialisation serves a call and how large its blocks are: what host and kernels must agree on."""
 
 from __future__ import annotations
 

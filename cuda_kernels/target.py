@@ -200,7 +200,7 @@ def _rope_planes(device: Any, problem: Problem, plan: Plan) -> tuple[int, tuple[
 def _prepared_query(
     device: Any, problem: Problem, prepared: Array, rows: int, prepare: Preparation, k_scale: Array | None, planned: int
 ) -> Array:
-    """Fill `prepared` with q after norm, rotation and the keys' scale; `planned` is the address of the rows' positions."""
+    """Fill `prepared` with q after norm, rotation and the keys' scale; rows stand at the int32 at address `planned`."""
     q = problem.q
     positions = planned
     if prepare.positions is not None:

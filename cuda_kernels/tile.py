@@ -1,7 +1,7 @@
 """The tensor-core tile: 16 query rows against 16 or more keys, held by one warp.
 
 A warp's lane number is ``4 r + c``. Of every 16x8 result it holds rows r and r + 8, columns 2c and 2c + 1, as four
-float32 ``[row r: 2c, 2c + 1, row r + 8: 2c, 2c + 1]``; scores `s` and the accumulator `o` are such results side by side.
+float32 ``[row r: 2c, 2c + 1, row r + 8: 2c, 2c + 1]``; scores `s` and accumulator `o` are such results side by side.
 The tile's rows are (query row, query head) pairs of one KV head, so that a group's heads share the keys they read.
 
 Rows of K and V lie in shared memory as 16-byte chunks, chunk j of row i at place ``j ^ (i % 8)``: no bank conflicts.

@@ -1,8 +1,8 @@
 """Run a CUDA kernel of `nbattn.cuda_kernels` on the CPU, thread by thread, instructions included.
 
-Every thread is a greenlet running the kernel's own Python code; `numba.cuda`, casts and PTX instructions are replaced by
-stand-ins. Collective instructions (shuffles, votes, matrix products, barriers) wait until all lanes or threads of the
-block have reached the same one: a divergent or missing one is an error, not a wrong number. Shared memory and local
+Every thread is a greenlet running the kernel's own Python code; `numba.cuda`, casts and PTX instructions are replaced
+by stand-ins. Collective instructions (shuffles, votes, matrix products, barriers) wait until all lanes or threads of
+the block have reached the same one: a divergent or missing one is an error, not a wrong number. Shared memory and local
 arrays start as NaN, and global memory may be touched only inside the arrays that are lent to the launch.
 
 Integers are Python integers that casts and instructions wrap to their width; float32 is `numpy.float32`.
@@ -84,7 +84,7 @@ def wrap(value: Any, bits: int, signed: bool) -> int:
 def shared(address: int, count: int) -> np.ndarray:
     """Return `count` bytes of the block's shared memory."""
     memory = _current.block.shared
-    assert 0 <= address and address + count <= memory.size, f"shared memory has {memory.size} bytes, got {address}"
+    assert 0 <= address <= memory.size - count, f"shared memory has {memory.size} bytes, got {address}"
     assert address % count == 0, f"misaligned shared access of {count} bytes at {address}"
     return memory[address : address + count]
 
@@ -227,14 +227,6 @@ def _writer(access: Callable, dtype: Any) -> Callable:
 def _stand_ins() -> dict[str, Callable]:
     from ml_dtypes import float8_e4m3fn, float8_e5m2
 
-    def to_eight_bit(dtype):
-        def convert(value):
-            limit = 448.0 if dtype is float8_e4m3fn else 57344.0
-            clipped = np.float32(value) if np.isnan(value) else np.clip(np.float32(value), -limit, limit)
-            return int(np.array([clipped]).astype(dtype).view(np.uint8)[0])
-
-        return convert
-
     one = np.float32(1)
     found: dict[str, Callable] = {
         "exp2_approx": lambda x: np.exp2(np.float32(x)),
@@ -252,8 +244,6 @@ def _stand_ins() -> dict[str, Callable]:
         "e4m3_pair": _eight_bit_pair(float8_e4m3fn),
         "e5m2_pair": _eight_bit_pair(float8_e5m2),
         "int8_pair": _eight_bit_pair(np.int8),
-        "to_e4m3": to_eight_bit(float8_e4m3fn),
-        "to_e5m2": to_eight_bit(float8_e5m2),
         "multiply_bf16": _multiply(lambda bits: (bits << 16).astype(np.uint32).view(np.float32)),
         "multiply_f16": _multiply(lambda bits: bits.astype(np.uint16).view(np.float16).astype(np.float32)),
         "load_matrices": _load_matrices(False),

@@ -11,7 +11,7 @@ from nbattn.cuda_kernels.parameters import PARAMETERS
 
 
 class LentDevice:
-    """Stands in for `nbattn.cuda_kernels.device.Device`; kernels may touch the arrays it was asked for and no others."""
+    """Stands in for `nbattn.cuda_kernels.device.Device`; kernels may touch the arrays it has met and no others."""
 
     def __init__(self) -> None:
         self.multiprocessors = 1
@@ -62,5 +62,6 @@ class LentDevice:
         self.launched.append((family, constants))
         names = [name for name, _ in PARAMETERS[family]]
         assert len(names) == len(values), f"{family}: {len(values)} values for {len(names)} parameters"
-        emulate(family, constants, grid, dict(zip(names, values, strict=True)), list(self.arrays.values()),
-                shared_bytes)
+        emulate(
+            family, constants, grid, dict(zip(names, values, strict=True)), list(self.arrays.values()), shared_bytes
+        )

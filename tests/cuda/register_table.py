@@ -1,4 +1,4 @@
-"""What every specialisation takes of a multiprocessor; `python tests/cuda/register_table.py` writes registers.txt anew."""
+"""What every specialisation takes of a multiprocessor; `python register_table.py` writes registers.txt anew."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.
 
 
 def poisoned_cache(
-    rng: np.random.Generator, kv_lens: list[int], *, page_size: int = 3, heads: int = 2, dims: tuple[int, int] = (64, 64),
-    dtype: str = "bfloat16", unmapped: bool = False, hnd: bool = False,
+    rng: np.random.Generator, kv_lens: list[int], *, page_size: int = 3, heads: int = 2,
+    dims: tuple[int, int] = (64, 64), dtype: str = "bfloat16", unmapped: bool = False, hnd: bool = False,
 ) -> nbattn.PagedKV:  # fmt: skip
     """Return a cache of shuffled pages, NaN (or 127) in every slot that belongs to no key, and in the tail of rows."""
     pages_of = [-(-n // page_size) for n in kv_lens]

@@ -49,7 +49,8 @@ def test_a_filled_cache_compiles_nothing(caplog):
         assert [r.message.split()[0] for r in caplog.records] == ["compiling", "compiled"]
         again = compiler.cubin_for("merge_pair", {}, CC)
     assert compiler.counters.compiled == before + 1
-    assert again == first and first.image[:4] == b"\x7fELF"
+    assert again == first
+    assert first.image[:4] == b"\x7fELF"
     assert len(caplog.records) == 2
     script = (
         "import sys, nbattn\n"
@@ -57,7 +58,8 @@ def test_a_filled_cache_compiles_nothing(caplog):
         "c.cubin_for('merge_pair', {}, (9, 0))\n"
         "print(c.counters.compiled, c.counters.loaded, 'numba' in sys.modules, 'cupy' in sys.modules)"
     )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=dict(os.environ))
+    command = [sys.executable, "-c", script]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
     assert out.stdout.split() == ["0", "1", "False", "False"]
 
 

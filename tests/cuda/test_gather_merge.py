@@ -73,7 +73,8 @@ def test_merge_of_two_and_in_place(lse_dtype, lent):
     before_v, before_s = v_a.copy(), s_a.copy()
     nbattn.merge_state_in_place(v_a, s_a, v_b, s_b, mask)
     kept = mask == 0
-    assert (v_a[kept].view(np.uint16) == before_v[kept].view(np.uint16)).all() and (s_a[kept] == before_s[kept]).all()
+    np.testing.assert_array_equal(v_a[kept].view(np.uint16), before_v[kept].view(np.uint16))
+    np.testing.assert_array_equal(s_a[kept], before_s[kept])
     assert np.abs(v_a[~kept].astype(float) - expected.out[~kept]).max() <= expected.out_budget
     assert {family for family, _ in lent.launched} == {"merge_pair"}
 
@@ -106,7 +107,8 @@ def test_prepare_query(interleaved, rope_dim, lent):
     if rope_dim:
         positions[1] = 7  # the planes end at 6
         calls.run_prepare(lent, q, out, 4, 3, planes=planes, positions=lent.address(positions), origin=2)
-        assert np.isnan(out[1, :, :rope_dim]).all() and np.isfinite(out[0]).all()
+        assert np.isnan(out[1, :, :rope_dim]).all()
+        assert np.isfinite(out[0]).all()
 
 
 @pytest.mark.parametrize(("dtype", "dims"), [("bfloat16", (64, 32)), ("float8_e4m3fn", (5, 6)), ("float32", (3, 3))])

@@ -1,4 +1,4 @@
-"""The CUDA side of the shared primitives: the very functions that the compiler inlines, run on the instructions' stand-ins."""
+"""The CUDA side of the shared primitives: the functions that the compiler inlines, run on instructions' stand-ins."""
 
 from __future__ import annotations
 
