@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from numba.cuda import float32, int32, int64, uint32
 from numba.extending import register_jitable
@@ -79,10 +80,10 @@ class CacheFormat:
 
     name: str
     item_bytes: int
-    pack: Callable | None = None
-    unpack: Callable | None = None
-    multiply: Callable | None = None
-    widen: Callable | None = None
+    pack: Any = None
+    unpack: Any = None
+    multiply: Any = None
+    widen: Any = None
     probe: tuple[int, int, int] = (0, 0, 0)
 
 

@@ -11,7 +11,7 @@ KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3, "bool": 4}
 Parameters = tuple[tuple[str, str], ...]
 
 # Columns of the work lists; `nbattn.work_list` fills them, see there.
-WORK = ("LEVEL", "ROW_BEGIN", "ROW_END", "KEY_BEGIN", "KEY_END", "PAGE_BEGIN")
+WORK: tuple[str, ...] = ("LEVEL", "ROW_BEGIN", "ROW_END", "KEY_BEGIN", "KEY_END", "PAGE_BEGIN")
 WORK += ("KEY_POSITION", "KEY_BASE", "KV_LEN", "STATE", "CAUSAL")
 GATHER_WORK = ("ROW", "LIST_BEGIN", "LIST_END", "PAGE_BEGIN", "KV_LEN", "STATE")
 

@@ -17,10 +17,9 @@ def head_size_class(cache_dtype: str, head_dim_qk: int, head_dim_vo: int) -> int
     largest = max(head_dim_qk, head_dim_vo)
     if cache_dtype == "float32" or head_dim_qk % 16 or head_dim_vo % 16 or not head_dim_qk or not head_dim_vo:
         return None
-    if cache_dtype in ("float16", "bfloat16"):
-        sizes = (64, 128, 256)
-    else:
-        sizes = (128, 256) if cache_dtype == "float8_e4m3fn" else (128,)
+    sizes = {"float16": (64, 128, 256), "bfloat16": (64, 128, 256), "float8_e4m3fn": (128, 256)}.get(
+        cache_dtype, (128,)
+    )
     return next((size for size in sizes if largest <= size), None)
 
 

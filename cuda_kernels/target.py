@@ -44,7 +44,7 @@ def tiling(levels: tuple[Level, ...], num_qo_heads: int) -> Tiling:
     """Return how work is cut for this target: whole waves of resident blocks, one block a work item and KV head."""
     num_kv_heads = levels[0].kv.num_kv_heads
     group = num_qo_heads // num_kv_heads
-    longest = max(int(np.diff(level.qo_indptr).max(initial=0)) for level in levels)
+    longest = max(int(np.diff(np.asarray(level.qo_indptr)).max(initial=0)) for level in levels)
     tokens = longest if longest * group <= DECODE_ROWS else max(1, PREFILL_ROWS // group)
     blocks = current_device().multiprocessors * BLOCKS_PER_MULTIPROCESSOR
     return Tiling(max(1, tokens), max(1, round(blocks / (num_kv_heads * ITEMS_PER_WORKER))))
@@ -118,8 +118,8 @@ def run_gather(
     num_rows, width = token_indices.shape
     blocks = device.multiprocessors * BLOCKS_PER_MULTIPROCESSOR
     work_list: WorkList = build_gather_work(
-        kv.kv_lens, kv.kv_indptr[:-1], level.qo_indptr, np.full(num_rows, width), num_rows, split_size=split_size,
-        workers=max(1, round(blocks / (kv.num_kv_heads * ITEMS_PER_WORKER))),
+        kv.kv_lens, kv.kv_indptr[:-1], np.asarray(level.qo_indptr), np.full(num_rows, width), num_rows,
+        split_size=split_size, workers=max(1, round(blocks / (kv.num_kv_heads * ITEMS_PER_WORKER))),
     )  # fmt: skip
     settings, k_scale = _settings(device, problem, None, 0)
     q = problem.q
@@ -188,9 +188,11 @@ def _rope_planes(device: Any, problem: Problem, plan: Plan) -> tuple[int, tuple[
     for start, level in zip(places.key_position, problem.levels, strict=True):
         end = max(end, int(start.max(initial=0)) + int(level.kv.kv_lens.max(initial=0)))
         begin = min(begin, int(start.min(initial=begin)))
-    dim = problem.levels[0].kv.head_dim_qk
-    origin, cos, sin = rope_planes(problem.options.rope, dim, begin, end, np.dtype(np.float32))
-    key = (id(device), problem.options.rope, dim)
+    dim, rope = problem.levels[0].kv.head_dim_qk, problem.options.rope
+    if rope is None:
+        raise ValueError("rope: must be given, got None.")
+    origin, cos, sin = rope_planes(rope, dim, begin, end, np.dtype(np.float32))
+    key = (id(device), rope, dim)
     kept = _planes_on_device.get(key)
     if kept is None or kept[0] is not cos:
         kept = _planes_on_device[key] = cos, device.from_host(cos), device.from_host(sin)
