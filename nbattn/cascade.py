@@ -206,7 +206,7 @@ class MultiLevelCascadeAttentionWrapper:
             self._num_levels,
         )
         heads = Heads(num_qo_heads, num_kv_heads, head_dim, page_size)
-        options = {
+        options: dict[str, Any] = {
             "sm_scale": contracts.check_sm_scale(sm_scale, head_dim),
             "window_left": max(-1, contracts.check_int("window_left", window_left)),
             "logits_soft_cap": contracts.check_soft_cap(logits_soft_cap),
@@ -216,14 +216,14 @@ class MultiLevelCascadeAttentionWrapper:
         planned = _Planned(
             heads,
             tables,
-            PlanKeeper(num_qo_heads, options["window_left"], **self._capacity(page_size)),
+            PlanKeeper(num_qo_heads, options["window_left"], self._capacity(page_size)),
             planned_dtype("q_data_type", q_data_type, QUERY_DTYPES),
             planned_dtype("kv_data_type", kv_data_type, CACHE_DTYPES),
             pos_encoding_mode == "ALIBI",
             options,
         )
         if self._buffers is not None:
-            self._store(planned, paged_kv_last_page_len)
+            self._store(self._buffers, planned, paged_kv_last_page_len)
         self._planned = planned
 
     begin_forward = plan
@@ -310,9 +310,9 @@ class MultiLevelCascadeAttentionWrapper:
             return {}
         return {"max_num_pages": self._buffers.num_pages, "max_kv_len": self._buffers.num_pages * page_size}
 
-    def _store(self, planned: _Planned, last_page_len: list[Array]) -> None:
+    def _store(self, buffers: TableBuffers, planned: _Planned, last_page_len: list[Array]) -> None:
         """Copy the metadata into the buffers, and refill the plan that graphs on the device are replayed with."""
-        buffers, before = self._buffers, self._planned
+        before = self._planned
         metadata = [
             (t.qo_indptr, t.table.kv_indptr, t.table.kv_indices, lens)
             for t, lens in zip(planned.tables, last_page_len, strict=True)

@@ -140,7 +140,7 @@ def _lengths(name: str, values: Any, count: int) -> np.ndarray:
 
 
 def _is_page_id(x: Any) -> bool:
-    return isinstance(x, numbers.Integral) and not isinstance(x, bool) and -INT32_MAX - 1 <= x <= INT32_MAX
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool) and -INT32_MAX - 1 <= int(x) <= INT32_MAX
 
 
 def _page_ids(
@@ -198,7 +198,8 @@ def _groups(overlap: list[int], qo_lens: np.ndarray) -> list[_Group]:
     finished: list[_Group] = []
     open_groups: list[_Group] = []
     for i, shared in enumerate([*overlap, 0]):  # `shared` pages of requests i and i + 1
-        begin, inner = i, []
+        begin = i
+        inner: list[_Group] = []
         while open_groups and open_groups[-1].depth > shared:
             group = open_groups.pop()
             group.inner += inner

@@ -71,7 +71,7 @@ class PageTable:
 
 def csr_table(kv_indptr: Array, kv_indices: Array, kv_last_page_len: Array, k: Array) -> PageTable:
     """Return the table of FlashInfer's three arrays over pages `k`; entries past ``kv_indptr[-1]`` are ignored."""
-    return csr_table_of(kv_indptr, kv_indices, kv_last_page_len, *k.shape[1::-1], library=library_of(k))
+    return csr_table_of(kv_indptr, kv_indices, kv_last_page_len, k.shape[1], k.shape[0], library=library_of(k))
 
 
 def csr_table_of(
@@ -111,7 +111,7 @@ def block_table(table: Array, kv_lens: Array, k: Array, form: TableForm = BLOCK_
             f"{form.ids}: must have {lens.size} rows (one per entry of {form.lens}), got {batch_size}."
         )
     indptr = np.arange(batch_size + 1, dtype=np.int64) * max_blocks
-    return _checked(indptr, table.reshape(-1), lens, *k.shape[1::-1], form)
+    return _checked(indptr, table.reshape(-1), lens, k.shape[1], k.shape[0], form)
 
 
 def slot_table(slot_ids: Array | None, kv_lens: Array, k: Array, form: TableForm = SLOTS) -> PageTable:
@@ -129,7 +129,7 @@ def slot_table(slot_ids: Array | None, kv_lens: Array, k: Array, form: TableForm
         if ids.size != batch_size:
             rule = f"must have {batch_size} entries (one per entry of {form.lens})"
             raise PageTableError(f"{form.ids}: {rule}, got {ids.size}.")
-    return _checked(np.arange(batch_size + 1, dtype=np.int64), ids, lens, *k.shape[1::-1], form)
+    return _checked(np.arange(batch_size + 1, dtype=np.int64), ids, lens, k.shape[1], k.shape[0], form)
 
 
 def _checked(

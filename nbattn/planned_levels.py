@@ -132,8 +132,9 @@ def level_table(named: dict[str, Any], page_size: int, *, causal: bool, first: b
         Whether the offsets must start at 0.
     """
     rows_name, indptr_name, ids_name, lens_name = named
-    rows, *csr = named.values()
-    table = csr_table_of(*csr, page_size, form=TableForm(ids_name, lens_name, "csr", indptr_name))
+    rows, indptr, ids, last_page_len = named.values()
+    form = TableForm(ids_name, lens_name, "csr", indptr_name)
+    table = csr_table_of(indptr, ids, last_page_len, page_size, form=form)
     offsets = contracts.check_offsets(rows_name, rows, len(table.kv_lens), ANY_ROWS, first=first, library="cupy")
     on_device = [name for name, x in named.items() if library_of(x) == "cupy"]
     return LevelTable(table, offsets, causal, on_device[0] if on_device else None)
@@ -142,8 +143,8 @@ def level_table(named: dict[str, Any], page_size: int, *, causal: bool, first: b
 class PlanKeeper:
     """Makes a wrapper's `Plan` at its first run, when the arrays tell the target, and keeps it for the other layers."""
 
-    def __init__(self, num_qo_heads: int, window_left: int = -1, **capacity: int):
-        self.num_qo_heads, self.window_left, self.capacity = num_qo_heads, window_left, capacity
+    def __init__(self, num_qo_heads: int, window_left: int = -1, capacity: dict[str, Any] | None = None):
+        self.num_qo_heads, self.window_left, self.capacity = num_qo_heads, window_left, capacity or {}
         self._plan: Plan | None = None
         self._key: Any = None
         self._slopes: dict[str, Array] = {}
