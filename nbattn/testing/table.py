@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nbattn.testing.attention_cases import CascadeCase, PagedCase
 from nbattn.testing.cases import Case, GatherCase, MergeCase
+from nbattn.testing.pools import LAYOUTS
 
 P, C, G, M = PagedCase, CascadeCase, GatherCase, MergeCase
 EDGES = (0, 1, 60, 61, 62, 127, 128, 129)  # with pages of 61
@@ -87,9 +88,22 @@ MERGE: tuple[Case, ...] = (
     M(form="masked", rows=17, heads=2, head_dim=256),
 )  # fmt: skip
 
+FORMS = [(layout, order) for layout in LAYOUTS for order in ("NHD", "HND") if (layout, order) != ("blocks", "HND")]
+EVERY_LAYOUT: dict[str, tuple[Case, ...]] = {
+    "paged_attention": tuple(
+        P(kv_lens=(5, 0, 35), qo_lens=(2, 1, 3), page_size=16, group_size=3, layout=layout, kv_layout=order)
+        for layout, order in FORMS
+    ),
+    "cascade_attention": tuple(C(group_size=3, layout=layout, kv_layout=order) for layout, order in FORMS),
+    "gather_attention": tuple(
+        G(kv_lens=(5, 0, 35), page_size=16, group_size=3, width=20, layout=layout, kv_layout=order)
+        for layout, order in FORMS
+    ),
+}
+
 CASES: dict[str, tuple[Case, ...]] = {
-    "paged_attention": PAGED,
-    "cascade_attention": CASCADE,
-    "gather_attention": GATHER,
+    "paged_attention": PAGED + EVERY_LAYOUT["paged_attention"],
+    "cascade_attention": CASCADE + EVERY_LAYOUT["cascade_attention"],
+    "gather_attention": GATHER + EVERY_LAYOUT["gather_attention"],
     "merge": MERGE,
 }

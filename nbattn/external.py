@@ -1,0 +1,186 @@
+"""Check tensors of another kernel against the definition: what ``validate --tensors FILE.npz`` reads.
+
+A file holds q, a cache, its table, options and the kernel's `out` (and `lse`) under the argument names of
+`nbattn.paged_attention`, or of `nbattn.gather_attention` if it has `token_indices`.
+"""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nbattn import oracle
+from nbattn.arrays import dtype_from_name
+from nbattn.errors import ContractError
+from nbattn.kv_cache import PagedKV
+from nbattn.testing import Comparison, compare, expect
+
+HELP = """\
+keys of FILE.npz for --tensors (as written by numpy.savez):
+  q, out                                  required: [total_q, num_qo_heads, head_dim]; lse [total_q, num_qo_heads] too
+  the cache, one of
+    paged_kv_cache | k_cache, v_cache     with kv_indptr, kv_indices, kv_last_page_len
+    k_cache, v_cache, block_table, kv_lens
+    k_cache, v_cache, kv_lens             fixed rows of slots, optionally slot_ids
+    kv_blocks, kv_lookup_table, kv_lens, layer_idx
+  kv_layout                               "NHD" (default) or "HND"
+  qo_indptr                               rows of each request; without it one each
+  options of paged_attention              causal sm_scale window_left chunk_size logits_soft_cap sinks attn_mask
+                                          alibi_slopes k_scale v_scale kv_start q_positions lse_base,
+                                          rope_theta rope_scale (either turns rotation on)
+  token_indices, counts, output_gate      make it gather_attention (sm_scale sinks k_scale v_scale lse_base)
+  q_dtype, kv_dtype, out_dtype            "bfloat16", "float8_e4m3fn", ...: NumPy files hold such numbers as bytes, so
+                                          save x.view(uint16) or x.view(uint8) and name the type here
+"""
+
+PAGED_OPTIONS = (
+    "causal", "sm_scale", "window_left", "chunk_size", "logits_soft_cap", "sinks", "attn_mask", "alibi_slopes",
+    "k_scale", "v_scale", "kv_start", "q_positions", "lse_base",
+)  # fmt: skip
+GATHER_OPTIONS = ("sm_scale", "sinks", "k_scale", "v_scale", "output_gate", "lse_base")
+ROPE = ("rope_theta", "rope_scale")
+TYPED = {"q_dtype": ("q",), "out_dtype": ("out",), "kv_dtype": ("paged_kv_cache", "k_cache", "v_cache", "kv_blocks")}
+
+
+class Tensors:
+    """The arrays of a file; remembers which were used, so that a misspelt key does not pass in silence."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]):
+        self.arrays, self.used = arrays, set(TYPED)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
+    def need(self, name: str, why: str) -> np.ndarray:
+        """Return an array that must be there."""
+        if name not in self.arrays:
+            raise ContractError(f"{name}: must be in the file ({why}), found {', '.join(sorted(self.arrays))}.")
+        return self.get(name)
+
+    def get(self, name: str) -> Any:
+        """Return an array, a number or a string, or None."""
+        self.used.add(name)
+        x = self.arrays.get(name)
+        if x is None:
+            return None
+        for key, names in TYPED.items():
+            if name in names and (key in self.arrays or x.dtype.kind == "V"):
+                return self.typed(name, x, key)
+        return x.item() if x.ndim == 0 else x
+
+    def typed(self, name: str, x: np.ndarray, key: str) -> np.ndarray:
+        """Return bytes as numbers of the dtype that the file names under `key`."""
+        if key not in self.arrays:
+            raise ContractError(f"{key}: must be in the file, since {name} holds {x.dtype.itemsize}-byte raw values.")
+        dtype = dtype_from_name(str(self.arrays[key]))
+        if x.dtype == dtype:
+            return x
+        if x.dtype.itemsize != dtype.itemsize or x.dtype.kind not in "uiV":
+            raise ContractError(f"{name}: must hold the bytes of {dtype} as {key} says, got {x.dtype}.")
+        return x.view(dtype)
+
+    def options(self, names: tuple[str, ...]) -> dict[str, Any]:
+        """Return those of the named options that the file has."""
+        return {name: self.get(name) for name in names if name in self.arrays}
+
+    def check_all_used(self) -> None:
+        """Refuse keys that nothing has asked for."""
+        surplus = sorted(set(self.arrays) - self.used)
+        if surplus:
+            raise ContractError(f"{surplus[0]}: must be a known key of this kind of file, got it beside the others.")
+
+
+def cache_of(tensors: Tensors) -> PagedKV:
+    """Return the file's cache."""
+    layout = tensors.get("kv_layout") or "NHD"
+    if "kv_blocks" in tensors:
+        why = "beside kv_blocks"
+        table, lens, layer = (tensors.need(name, why) for name in ("kv_lookup_table", "kv_lens", "layer_idx"))
+        return PagedKV.from_blocks(tensors.get("kv_blocks"), table, lens, layer)
+    pair: Any
+    if "paged_kv_cache" in tensors:
+        pair = tensors.get("paged_kv_cache")
+    else:
+        pair = tuple(tensors.need(name, "or paged_kv_cache, or kv_blocks") for name in ("k_cache", "v_cache"))
+    if "kv_indptr" in tensors or "paged_kv_cache" in tensors:
+        why = "a CSR page table has kv_indptr, kv_indices, kv_last_page_len"
+        csr = (tensors.need(name, why) for name in ("kv_indptr", "kv_indices", "kv_last_page_len"))
+        return PagedKV.from_page_table(pair, *csr, kv_layout=layout)
+    lens = tensors.need("kv_lens", "or kv_indptr, kv_indices, kv_last_page_len")
+    if "block_table" in tensors:
+        return PagedKV.from_block_table(*pair, tensors.get("block_table"), lens, layout)
+    return PagedKV.from_slots(*pair, lens, tensors.get("slot_ids"), layout)
+
+
+def check_tensors(arrays: dict[str, np.ndarray]) -> list[Comparison]:
+    """Return how `out` (and `lse`) of the arrays compare with the definition.
+
+    Raises
+    ------
+    ContractError
+        If a key is missing or unknown, or an array breaks a rule of the operator.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> ones = np.ones((1, 4, 1, 8), np.float32)
+    >>> arrays = {"k_cache": ones, "v_cache": ones, "kv_lens": np.array([3]), "q": ones[:, 0], "out": ones[:, 0]}
+    >>> [comparison.passed for comparison in check_tensors(arrays)]
+    [True]
+    """
+    tensors = Tensors(arrays)
+    q, kv = tensors.need("q", "the query rows"), cache_of(tensors)
+    out, lse = tensors.need("out", "what the kernel returned"), tensors.get("lse")
+    qo_indptr = tensors.get("qo_indptr")
+    definition: Callable[..., Any] = oracle.paged_attention
+    args: list[Any] = [q, kv, qo_indptr]
+    if "token_indices" in tensors:
+        definition = oracle.gather_attention
+        lists = [tensors.need(name, "a gather has token_indices and counts") for name in ("token_indices", "counts")]
+        args = [q, kv, *lists, qo_indptr]
+        options = tensors.options(GATHER_OPTIONS)
+    else:
+        options = tensors.options(PAGED_OPTIONS)
+        rope = tensors.options(ROPE)
+        if rope:
+            options["rope"] = oracle.Rope(rope.get("rope_theta", 1e4), rope.get("rope_scale", 1.0))
+    tensors.check_all_used()
+    _refuse_what_the_library_refuses(definition.__name__, args, options)
+    expected = expect(definition, *args, out_dtype=out.dtype, **options)
+    results = [_same_shape("out", out, expected.out, expected.out_budget)]
+    if lse is not None:
+        results.append(_same_shape("lse", lse, expected.lse, expected.lse_budget))
+    return results
+
+
+def _same_shape(name: str, actual: np.ndarray, expected: np.ndarray, budget: float) -> Comparison:
+    if actual.shape != expected.shape:
+        raise ContractError(f"{name}: must have the shape {expected.shape}, got {actual.shape}.")
+    return compare(actual, expected, budget, name)
+
+
+def _refuse_what_the_library_refuses(function: str, args: list[Any], options: dict[str, Any]) -> None:
+    """Run the library's own checks, by its own function: the oracle has none."""
+    import nbattn
+
+    rope = options.get("rope")
+    given = {**options, "rope": nbattn.Rope(*rope)} if rope is not None else options
+    getattr(nbattn, function)(*args, **given)
+
+
+def check_file(path: Path) -> int:
+    """Check a file, print the comparisons, and return 0 if all passed, 1 if not, 2 if the file cannot be used."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            results = check_tensors(dict(arrays))
+    except (OSError, ValueError, zipfile.BadZipFile) as error:  # ContractError is a ValueError
+        print(f"nbattn validate: {path}: {error}", file=sys.stderr)
+        return 2
+    for result in results:
+        print(f"{result}\n  {result.share:.3f} of the budget, {'passed' if result.passed else 'FAILED'}")
+    return int(any(not result.passed for result in results))
