@@ -201,7 +201,7 @@ def attention_over_cache(
     if q.ndim == 3:
         return result
     unfolded, *rest = result if return_lse else (result,)
-    folded = out if out is not None else unfolded.reshape(len(q), -1)
+    folded = out if out is not None else unfolded.reshape(len(q), unfolded.shape[1] * unfolded.shape[2])
     return (folded, *rest) if return_lse else folded
 
 

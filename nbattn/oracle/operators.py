@@ -72,7 +72,7 @@ def attention_over_cache(
     lens = lens if lens.size == cu_q.size - 1 else np.diff(lens)  # [B], or cumulative [B + 1]
     k, v = cache_key.swapaxes(1, 2), cache_value.swapaxes(1, 2)  # head-major -> [rows, tokens, heads, dim]
     heads = q.shape[1] if q.ndim == 3 else int(num_heads or 0)
-    x = q.reshape(q.shape[0], heads, -1).astype(np.float64)
+    x = q.reshape(q.shape[0], heads, q.shape[-1] // (1 if q.ndim == 3 else heads)).astype(np.float64)
     with np.errstate(all="ignore"):  # rows of no request may hold anything
         if q_norm_gain is not None:
             mean_square = np.mean(x**2, axis=-1, keepdims=True)
@@ -85,7 +85,7 @@ def attention_over_cache(
     sinks = np.zeros(heads) if smooth_softmax and head_sink is None else head_sink
     cache = table_cache(k, v, kvcache_start, lens) if kvcache_start.ndim == 2 else slot_cache(k, v, lens, slot_ids)
     if tail.get("out") is not None:
-        tail["out"] = tail["out"].reshape(len(x), heads, -1)
+        tail["out"] = tail["out"].reshape(len(x), heads, v.shape[3])
     result = paged_attention(
         x, cache, cu_q, causal=is_causal is None or bool(is_causal), attn_mask=attn_mask, sinks=sinks,
         sm_scale=number(q_scale, 1.0 / np.sqrt(x.shape[2])), logits_soft_cap=softcap,

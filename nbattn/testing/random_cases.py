@@ -12,6 +12,7 @@ from nbattn.testing.memory import Rng
 from nbattn.testing.pools import LAYOUTS
 
 FAMILIES = ("paged_attention", "cascade_attention", "gather_attention", "merge")
+FACES = ("gqa_decode", "attention_over_cache", "generic_cross_attention_kv_cache", "qsa_sparse_attention")
 HEAD_DIMS = (1, 3, 8, 20, 56, 64, 64, 72, 80, 96, 128, 128, 136, 256)
 PAGE_SIZES = (1, 2, 3, 16, 16, 61, 64)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16)
@@ -111,7 +112,7 @@ def random_case(family: str, rng: Rng, q_dtype: str | None = None, kv_dtype: str
 
     Parameters
     ----------
-    family : {"paged_attention", "cascade_attention", "gather_attention", "merge"}
+    family : one of `FAMILIES` or of `FACES`
     rng : numpy.random.Generator
 
     Examples
@@ -119,6 +120,10 @@ def random_case(family: str, rng: Rng, q_dtype: str | None = None, kv_dtype: str
     >>> random_case("merge", np.random.default_rng(0)).family.startswith("merge_state")
     True
     """
+    if family in FACES:
+        from nbattn.testing.face_cases import random_face_case
+
+        return random_face_case(family, rng, q_dtype, kv_dtype)
     if family == "merge":
         return MergeCase(
             seed=int(rng.integers(2**31)),
