@@ -190,7 +190,7 @@ def run_paged(
         kv = kvs[segment.level]
         table = metadata.table_address(segment.level, kv.kv_indices)
         family, constants, pairs, shared_bytes = paged_specialisation(device, q, kv.k, kv.v, options, segment.tile)
-        grid = (segment.count, kv.k.shape[2], -(-segment.pairs // pairs))
+        grid = (segment.count * kv.k.shape[2], -(-segment.pairs // pairs), 1)
         cache_values = _cache_values(device, kv, table, q, options.scale)
         values = (segment.work, *rows, *query, *cache_values, *features, *result)
         device.launch(family, constants, grid, values, shared_bytes)
@@ -242,7 +242,7 @@ def run_gather(
         *_cache_values(device, kv, table, q, options.scale),
         *_result_values(device, states, out, lse, options),
     )
-    device.launch(family, constants, (len(work_list.work), num_kv_heads, -(-group // pairs)), values, shared_bytes)
+    device.launch(family, constants, (len(work_list.work) * num_kv_heads, -(-group // pairs), 1), values, shared_bytes)
     if len(work_list.merge_rows):
         _merge_slots(device, addresses[1:4], len(work_list.merge_rows), states, heads, num_kv_heads, options, out, lse)
     del buffer

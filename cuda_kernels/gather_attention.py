@@ -18,7 +18,7 @@ from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_write_row
 from nbattn.cuda_kernels.groups import Pages, Result
 from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
 from nbattn.cuda_kernels.parameters import GATHER_WORK
-from nbattn.cuda_kernels.rows import element
+from nbattn.cuda_kernels.rows import element, item_and_head
 from nbattn.cuda_kernels.tile import make_tile
 from nbattn.indexing import page_and_slot, selected_token
 
@@ -71,8 +71,8 @@ def make(cache: str, head_dim: int) -> Kernel:
         scale, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks,
         v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind,
     ):  # fmt: skip
-        item, kv_head = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
-        first_head = int32(cuda.blockIdx.z * 16)
+        item, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
+        first_head = int32(cuda.blockIdx.y * 16)
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
         r, c = int32(lane >> int32(2)), int32(lane & int32(3))

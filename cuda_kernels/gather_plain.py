@@ -26,7 +26,7 @@ from nbattn.cuda_kernels.gather_attention import (
 from nbattn.cuda_kernels.groups import Result
 from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.plain import WARPS, empty_accumulator, load_row, make_plain, publish_row, row_bytes
-from nbattn.cuda_kernels.rows import element
+from nbattn.cuda_kernels.rows import element, item_and_head
 from nbattn.cuda_kernels.shapes import LARGEST_HEAD, shared_bytes_for
 from nbattn.indexing import mapped_page
 
@@ -43,8 +43,8 @@ def make(cache: str) -> Kernel:
         scale, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks,
         v_scale, v_unit, gate, gate_row, gate_head, gate_dim, gate_kind,
     ):  # fmt: skip
-        item, kv_head = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
-        qo_head = int32(kv_head * group_size + cuda.blockIdx.z)
+        item, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
+        qo_head = int32(kv_head * group_size + cuda.blockIdx.y)
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
         query = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))

@@ -23,6 +23,7 @@ from nbattn.cuda_kernels.rows import (
     ROW_BEGIN,
     ROW_END,
     STATE,
+    item_and_head,
     make_score_tile,
     make_set_up_rows,
     row_and_head,
@@ -72,8 +73,8 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
         gate_kind,
     ):  # fmt: skip
-        item, kv_head = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
-        first_pair = int32(cuda.blockIdx.z * 16)
+        item, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
+        first_pair = int32(cuda.blockIdx.y * 16)
         row_begin = work_field(work, item, ROW_BEGIN)
         pairs = (work_field(work, item, ROW_END) - row_begin) * group_size
         if first_pair >= pairs:

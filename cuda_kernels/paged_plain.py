@@ -25,6 +25,7 @@ from nbattn.cuda_kernels.rows import (
     STATE,
     biased_score,
     element,
+    item_and_head,
     keys_of_row,
     row_and_head,
     slope_and_mask,
@@ -49,7 +50,8 @@ def make(cache: str) -> Kernel:
         out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
         gate_kind,
     ):  # fmt: skip
-        item, kv_head, pair = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int32(cuda.blockIdx.z)
+        item, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
+        pair = int32(cuda.blockIdx.y)
         row_begin = work_field(work, item, ROW_BEGIN)
         if pair >= (work_field(work, item, ROW_END) - row_begin) * group_size:
             return

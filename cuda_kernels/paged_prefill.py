@@ -22,6 +22,7 @@ from nbattn.cuda_kernels.rows import (
     ROW_BEGIN,
     ROW_END,
     STATE,
+    item_and_head,
     keys_of_warp,
     make_score_tile,
     make_set_up_rows,
@@ -63,13 +64,13 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
         gate_kind,
     ):  # fmt: skip
-        item, kv_head = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
+        item, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
-        first_pair = int32(cuda.blockIdx.z * 64 + warp * int32(16))
+        first_pair = int32(cuda.blockIdx.y * 64 + warp * int32(16))
         row_begin = work_field(work, item, ROW_BEGIN)
         pairs = int32((work_field(work, item, ROW_END) - row_begin) * group_size)
-        if int32(cuda.blockIdx.z * 64) >= pairs:
+        if int32(cuda.blockIdx.y * 64) >= pairs:
             return
         c = int32(lane & int32(3))
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))

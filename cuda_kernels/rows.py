@@ -44,6 +44,14 @@ def element(array, index):
 
 
 @register_jitable
+def item_and_head(block, num_qo_heads, group_size):
+    """Return (work item, KV head) of a block: an item's heads run together, since they read the same tokens' memory."""
+    num_kv_heads = idiv(num_qo_heads, group_size)
+    item = idiv(block, num_kv_heads)
+    return item, int32(block - item * num_kv_heads)
+
+
+@register_jitable
 def row_and_head(pair, row_begin, kv_head, group_size):
     """Return (query row, query head) of the item's pair number `pair`."""
     row = idiv(pair, group_size)
