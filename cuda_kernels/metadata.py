@@ -7,13 +7,13 @@ prefill tile. Padding items have no rows and padding merge rows are -1, so that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from nbattn.cuda_kernels.parameters import WORK
-from nbattn.cuda_kernels.shapes import DECODE_ROWS, PREFILL_ROWS
+from nbattn.cuda_kernels.shapes import DECODE_ROWS
 from nbattn.errors import ContractError
 
 _LEVEL, _ROW_BEGIN, _ROW_END = WORK.index("LEVEL"), WORK.index("ROW_BEGIN"), WORK.index("ROW_END")
@@ -71,6 +71,8 @@ class PlanMetadata:
         Page ids of each level, on the host or on the device.
     group_size : int
         Query heads of a KV head.
+    tokens : int
+        Most query rows of an item, now and after updates.
     room : Room
         Capacity for later updates.
 
@@ -83,9 +85,11 @@ class PlanMetadata:
         Partial states and merged rows there is room for.
     """
 
-    def __init__(self, device: Any, *, group_size: int, room: Room = Room(), **plan: Any):
+    def __init__(self, device: Any, *, group_size: int, tokens: int, room: Room = Room(), **plan: Any):
         self.device, self.group_size, self.room = device, group_size, room
+        self.pairs = tokens * group_size
         self._buffer: Any = None
+        self._tiles: list[tuple[int, str]] = []
         self._scratch: dict[tuple, Any] = {}
         self._other_tables: dict[int, Any] = {}
         self._fill(**plan)
@@ -108,7 +112,7 @@ class PlanMetadata:
     ) -> None:
         room, first = self.room, self._buffer is None
         parts: dict[str, tuple[np.ndarray, int]] = {}
-        for level, tile, items in self._segments_of(work, first):
+        for (level, tile), items in self._split_by_tile(work, len(tables)).items():
             parts[f"work {level} {tile}"] = (items, len(WORK) * max(len(items), room.items or 0))
         for name, rows in (("position", row_position), ("request", row_request), ("index", row_index)):
             parts[name] = (rows, len(rows))
@@ -150,42 +154,39 @@ class PlanMetadata:
             self.device.upload(kv_indices, self._other_tables[level])
         return self.device.address(self._other_tables[level])
 
-    def _segments_of(self, work: np.ndarray, first: bool) -> list[tuple[int, str, np.ndarray]]:
-        """Split the items by level and tile; an update keeps to the segments that exist."""
+    def _split_by_tile(self, work: np.ndarray, num_levels: int) -> dict[tuple[int, str], np.ndarray]:
+        """Return the items of each level and tile that is launched: those in use, or all where the plan may grow."""
         pairs = (work[:, _ROW_END] - work[:, _ROW_BEGIN]) * self.group_size
-        small = pairs <= DECODE_ROWS
-        found = []
-        for level in np.unique(work[:, _LEVEL]).tolist() if first else sorted({s.level for s in self.segments}):
+        if len(work) and pairs.max() > self.pairs:
+            raise ContractError(f"plan: items must fit {self.pairs} (row, head) pairs, got {pairs.max()}.")
+        is_decode = pairs <= DECODE_ROWS
+        split = {}
+        for level in range(num_levels):
             mine = work[:, _LEVEL] == level
-            tiles = ["decode", "prefill"] if first else [s.tile for s in self.segments if s.level == level]
-            if tiles == ["prefill"]:  # takes small items too
-                chosen = {"prefill": mine}
-            else:
-                chosen = {"decode": mine & small, "prefill": mine & ~small}
-            for tile, which in chosen.items():
-                if which.any() and tile not in tiles:
-                    raise ContractError(f"plan: level {level} was made for items of {DECODE_ROWS} pairs, got larger.")
-                if tile in tiles and (which.any() or not first):
-                    found.append((level, tile, work[which]))
-        if not first and sum(len(items) for _, _, items in found) != len(work):
-            raise ContractError("plan: must keep the levels it was made with, got items of another level.")
-        return found
+            split[level, "decode"], split[level, "prefill"] = work[mine & is_decode], work[mine & ~is_decode]
+        if self._buffer is None:
+            grows = self.room.items is not None
+            possible = [key for key in split if key[1] == "decode" or self.pairs > DECODE_ROWS]
+            self._tiles = [key for key in possible if grows or len(split[key])]
+        if sum(len(split[key]) for key in self._tiles) != len(work):
+            raise ContractError("plan: must keep its levels and tiles, got items of another. Plan with max_kv_len.")
+        return {key: split[key] for key in self._tiles}
 
     def _lay_out(self, parts: dict[str, tuple[np.ndarray, int]]) -> None:
-        self._places, self.segments, end = {}, [], 0
-        for name, (array, size) in parts.items():
+        self._places, end = {}, 0
+        for name, (_, size) in parts.items():
             self._places[name] = (end, size)
-            if name.startswith("work "):
-                _, level, tile = name.split()
-                pairs = int((array[:, _ROW_END] - array[:, _ROW_BEGIN]).max(initial=1)) * self.group_size
-                self.segments.append(Segment(int(level), tile, 4 * end, size // len(WORK), pairs))
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         self._host = np.zeros(max(end, 1), np.int32)
         self._buffer = self.device.empty((max(end, 1),), "int32")
         names = ("position", "request", "index", "merge rows", "merge indptr", "merge slots")
         self.pointers = {name: self._address(name) for name in names}
-        base = self.device.address(self._buffer)
-        self.segments = [replace(segment, work=base + segment.work) for segment in self.segments]
+        self.segments = []
+        for level, tile in self._tiles:
+            name = f"work {level} {tile}"
+            pairs = min(self.pairs, DECODE_ROWS) if tile == "decode" else self.pairs
+            count = self._places[name][1] // len(WORK)
+            self.segments.append(Segment(level, tile, self._address(name), count, pairs))
 
     def _copy(self, parts: dict[str, tuple[np.ndarray, int]]) -> None:
         for name, (begin, size) in self._places.items():
@@ -194,12 +195,6 @@ class PlanMetadata:
                 raise ContractError(f"plan: must fit its room ({name}: {size} numbers), got {array.size}.")
             self._host[begin : begin + size] = 0
             self._host[begin : begin + array.size] = array.ravel()
-        for segment in self.segments:
-            items = parts[f"work {segment.level} {segment.tile}"][0]
-            pairs = int((items[:, _ROW_END] - items[:, _ROW_BEGIN]).max(initial=1)) * self.group_size
-            tile_rows = DECODE_ROWS if segment.tile == "decode" else PREFILL_ROWS
-            if -(-pairs // tile_rows) > -(-segment.pairs // tile_rows):
-                raise ContractError(f"plan: items must fit {segment.pairs} (row, head) pairs, got {pairs}.")
         self.device.upload(self._host, self._buffer)
 
     def _address(self, name: str) -> int:

@@ -63,9 +63,10 @@ class PlanOnDevice:
             merge_slots=capacity.get("states"),
             pages=capacity.get("page-table entries"),
         )
-        if len(plan.work_list.work) >= (room.items or 0):  # a plan without room to grow pads nothing
-            room = Room(pages=room.pages)
-        self.metadata = PlanMetadata(device, group_size=group, room=room, **_integers(plan, levels))
+        if all(capacity.get(name, size) <= size for name, size in plan.work_list.sizes().items()):
+            room = Room(pages=room.pages)  # nothing may grow: nothing is padded
+        tokens = max(plan.tiling.tokens, plan.work_list.max_tokens)
+        self.metadata = PlanMetadata(device, group_size=group, tokens=tokens, room=room, **_integers(plan, levels))
 
     def refill(self, plan: Plan, levels: tuple[Level, ...]) -> None:
         """Copy an updated plan into the same buffers."""

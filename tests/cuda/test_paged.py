@@ -143,16 +143,25 @@ def test_cascade_levels_share_one_merge(lent):
 def test_a_plan_is_refilled_in_place(lent):
     rng = np.random.default_rng(6)
     q = numbers(rng, (2, 4, 64), "bfloat16")
-    kv = poisoned_cache(rng, [20, 9])
-    plan = nbattn.plan(kv, num_qo_heads=4, max_kv_len=40, max_num_pages=40, split_size=16)
+    plan = nbattn.plan(poisoned_cache(rng, [0, 0]), num_qo_heads=4, max_kv_len=40, max_num_pages=40, split_size=16)
     buffers = []
-    for lengths in ([20, 9], [33, 40], [0, 1]):
+    for lengths in ([0, 0], [20, 9], [33, 40], [0, 1]):
         kv = poisoned_cache(rng, lengths)
         plan.update(kv)
+        lent.launched.clear()
         result = nbattn.paged_attention(q, kv, plan=plan, return_lse=True)
         testing.assert_close(result, testing.expect(oracle.paged_attention, q, kv))
-        buffers.append(plan.on_target.metadata.pointers)
-    assert buffers[0] == buffers[1] == buffers[2]
+        buffers.append((plan.on_target.metadata.pointers, lent.launched[:]))
+    assert all(buffer == buffers[0] for buffer in buffers)
+
+
+def test_a_plan_beyond_its_room_is_refused(lent):
+    rng = np.random.default_rng(6)
+    kv = poisoned_cache(rng, [20])
+    plan = nbattn.plan(kv, num_qo_heads=4, split_size=16)
+    nbattn.paged_attention(numbers(rng, (1, 4, 64), "bfloat16"), kv, plan=plan)
+    with pytest.raises(nbattn.ContractError, match="the plan holds"):
+        plan.update(poisoned_cache(rng, [60]))
 
 
 def test_rows_outside_the_offsets_stay_untouched(lent):
