@@ -49,16 +49,18 @@ def make() -> Kernel:
             mean = ptx.divide(over_warp(squares, add), float32(head_dim))
             factor = ptx.rsqrt(mean + eps)
 
-        half, plane, position = int32(rope_dim >> int32(1)), int64(0), int32(0)
+        half, plane, position, outside = int32(rope_dim >> int32(1)), int64(0), int32(0), False
         if rope_dim > int32(0):
             position = int32(element(positions, row) - rope_origin)
             plane = int64(position) * int64(half) * int64(4)
+            before_first_key = position < int32(0) and element(positions, row) < int32(0)
+            outside = (position < int32(0) or position >= rope_rows) and not before_first_key
         for dim in range(lane, head_dim, int32(32)):
             x = factor * load_number(q + int64(dim) * item, q_kind)
             if gain != int64(0):
                 x *= ptx.load_f32(gain + int64(dim) * int64(4))
-            if dim < rope_dim and position >= rope_rows:
-                x = NAN  # the planes do not reach this far
+            if outside:
+                x = NAN
             elif dim < rope_dim and position >= int32(0):  # a row before the first key keeps none: not rotated
                 if interleaved != int32(0):
                     pair, first = int32(dim >> int32(1)), dim & int32(1) == int32(0)

@@ -105,10 +105,10 @@ def test_prepare_query(interleaved, rope_dim, lent):
             x[row, :, first], x[row, :, second] = a * c - b * s, a * s + b * c
     np.testing.assert_allclose(out, x * np.repeat(k_scale, 3, 0), rtol=2e-6, atol=2e-6)
     if rope_dim:
-        positions[1] = 7  # the planes end at 6
+        positions[:] = 6, 7, 1, -3  # the planes are of 2 ... 6; a negative position keeps no key
         calls.run_prepare(lent, q, out, 4, 3, planes=planes, positions=lent.address(positions), origin=2)
-        assert np.isnan(out[1, :, :rope_dim]).all()
-        assert np.isfinite(out[0]).all()
+        assert (np.isnan(out).all((1, 2)) == [False, True, True, False]).all()
+        assert np.isfinite(out[[0, 3]]).all()
 
 
 @pytest.mark.parametrize(("dtype", "dims"), [("bfloat16", (64, 32)), ("float8_e4m3fn", (5, 6)), ("float32", (3, 3))])
