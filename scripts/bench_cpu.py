@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -29,6 +30,7 @@ TASK_BYTES = 1 << 18
 ACCUMULATORS = 12  # independent multiply-adds: latency times two units a cycle, with some to spare
 SLOW_CALL = 0.2  # seconds from which a contender is timed fewer times
 SLOW_REPEATS = 3
+SETTLE = 0.003  # seconds that a contender runs before it is timed
 
 _I32, _I64, _POINTER = ir.IntType(32), ir.IntType(64), ir.PointerType()
 
@@ -169,6 +171,9 @@ def limit_calls(problem: Any, threads: int) -> dict[str, tuple[list[Call], float
 def interleaved(contenders: dict[str, list[Call]], repeats: int) -> dict[str, np.ndarray]:
     """Time the contenders in turn, A B A B, each on the cache that was read longest ago.
 
+    Before each timed call the contender runs untimed for a while, on other caches: its own threads are awake then, and
+    those of the one before have stopped spinning.
+
     Returns
     -------
     dict of float64 array, shape [repeats]
@@ -181,13 +186,15 @@ def interleaved(contenders: dict[str, list[Call]], repeats: int) -> dict[str, np
         begin = perf_counter_ns()
         calls[-1]()
         times[name] = repeats if perf_counter_ns() - begin < 1e9 * SLOW_CALL else min(repeats, SLOW_REPEATS)
-    turn = 0
+    turn = count(1)
     for repeat in range(repeats):
         for name, calls in contenders.items():
             if repeat >= times[name]:
                 continue
-            call = calls[turn % len(calls)]
-            turn += 1
+            begin = perf_counter_ns()
+            while perf_counter_ns() - begin < 1e9 * SETTLE:
+                calls[next(turn) % len(calls)]()
+            call = calls[next(turn) % len(calls)]
             begin = perf_counter_ns()
             call()
             samples[name][repeat] = 1e-9 * (perf_counter_ns() - begin)

@@ -12,6 +12,7 @@ from nbattn import oracle
 from nbattn.arrays import dtype_from_name
 
 COLD_BYTES = {"numpy": 160e6, "cupy": 400e6}  # of caches that are read in turn: several times the last-level cache
+MOST_COPIES = 128
 DECK = 4_194_301  # random numbers that fill arrays over and over; no multiple of a row, so that rows differ
 
 
@@ -54,7 +55,7 @@ class Data:
 
 def copies(xp: Any, size: int, hot: bool) -> int:
     """Return how many caches of `size` bytes must be read in turn for each to be cold."""
-    return 1 if hot else max(1, math.ceil(COLD_BYTES[xp.__name__] / size))
+    return 1 if hot else max(1, min(MOST_COPIES, math.ceil(COLD_BYTES[xp.__name__] / size)))
 
 
 def random_pages(xp: Any, shape: Shape, pages: int, rng: np.random.Generator) -> Data:

@@ -154,7 +154,9 @@ def _torch_flex(torch: Any, problem: PagedProblem, q: Any, caches: list) -> list
     return [lambda k=k, v=v: call(k, v) for k, v in caches]
 
 
-RIVALS: dict[str, tuple[str, Callable[[Problem, int], Contenders]]] = {  # name: (what it imports, how it is called)
+Registry = dict[str, tuple[str, Callable[[Problem, int], Contenders]]]
+
+RIVALS: Registry = {  # name: (what it imports, how it is called)
     "numpy": ("numpy", numpy_rival),
     "torch": ("torch", torch_rival),
     **bench_paged_rivals.RIVALS,
@@ -162,13 +164,13 @@ RIVALS: dict[str, tuple[str, Callable[[Problem, int], Contenders]]] = {  # name:
 
 
 def contenders(
-    problem: Problem, threads: int, names: list[str], ours: np.ndarray
-) -> tuple[dict[str, list[Call]], dict]:
+    problem: Problem, threads: int, names: list[str], ours: np.ndarray, registry: Registry
+) -> tuple[dict[str, list[Call]], dict[str, str]]:
     """Return the calls of the rivals that agree with our result, and why the others are left out."""
     found: dict[str, list[Call]] = {}
     skipped: dict[str, str] = {}
     for name in names:
-        module, rival = RIVALS[name]
+        module, rival = registry[name]
         if find_spec(module) is None:
             skipped[name] = "not installed"
             continue
