@@ -78,15 +78,15 @@ def dtype_name(x: Array) -> str:
     return name
 
 
-def dtype_from_name(name: Any) -> np.dtype:
-    """Return the NumPy dtype of a name, a NumPy dtype or an ml_dtypes scalar type."""
+def dtype_from_name(name: Any, argument: str = "dtype") -> np.dtype:
+    """Return the NumPy dtype of a name, a NumPy dtype or an ml_dtypes scalar type; errors speak of `argument`."""
     known = {"bfloat16": BFLOAT16, "float8_e4m3fn": FLOAT8_E4M3FN, "float8_e5m2": FLOAT8_E5M2}
     if isinstance(name, str) and name in known:
         return known[name]
     try:
         return np.dtype(name)
     except TypeError as error:
-        raise ContractError(f"dtype: must name a NumPy or ml_dtypes type, got {name!r}.") from error
+        raise ContractError(f"{argument}: must name a NumPy or ml_dtypes type, got {name!r}.") from error
 
 
 def accumulator_dtype(query_dtype: str) -> np.dtype:
