@@ -276,8 +276,8 @@ def _prepared_query(problem: Problem, plan: Plan) -> tuple[np.ndarray, float]:
         prepare_worker, tasks, _threads(prepared.nbytes, prepared.size),
         _queries(problem, problem.q, 1.0, None), problem.num_qo_heads, np.zeros(2, np.int64), tasks,
         none.reshape(-1) if prepare.gain is None else prepare.gain.astype(number), prepare.eps,
-        none if prepare.cos is None else prepare.cos.astype(number, copy=False),
-        none if prepare.sin is None else prepare.sin.astype(number, copy=False),
+        none if prepare.cos is None else np.ascontiguousarray(prepare.cos, number),
+        none if prepare.sin is None else np.ascontiguousarray(prepare.sin, number),
         prepare.origin, np.zeros(rows, np.int32) if prepare.positions is None else prepare.positions,
         prepare.interleaved, prepared,
     )  # fmt: skip

@@ -9,7 +9,6 @@ import numpy as np
 from nbattn import page_tables
 from nbattn.arrays import Array, common_library, library_of
 from nbattn.cache_views import page_views
-from nbattn.contracts import check_row_ints
 from nbattn.errors import ContractError
 from nbattn.face_rules import argument_names
 from nbattn.kv_cache import PagedKV
@@ -103,7 +102,9 @@ def gqa_decode(
         raise ContractError(
             f"query: must be [{sequences}, num_qo_heads, head_dim] (sequences of key_cache), got shape {query.shape}."
         )
-    kv_lens = np.maximum(check_row_ints("lengths", lengths, sequences, library), 0)
+    kv_lens = np.maximum(page_tables.host_int64("lengths", lengths, library), 0)
+    if kv_lens.size != sequences:
+        raise ContractError(f"lengths: must be [{sequences}] (sequences of key_cache), got shape {lengths.shape}.")
     if library_of(lengths) == "cupy":
         kv_lens = np.minimum(kv_lens, slots)
     kv = PagedKV(k, v, page_tables.slot_table(None, kv_lens, k, _SLOTS))

@@ -189,7 +189,7 @@ def attention_over_cache(
         {"k, v": "cache_key, cache_value"}, qo_indptr="cu_seqlens_q", sm_scale="q_scale", logits_soft_cap="softcap",
         sinks="head_sink", num_qo_heads="num_heads", num_kv_heads="kv_num_heads",
     ):  # fmt: skip
-        result = attend(
+        result: Any = attend(
             heads_of_q, [Level(kv, offsets, causal)], prepare=prepare, attn_mask=attn_mask, sinks=head_sink,
             sm_scale=None if q_scale is None else check_single_number("q_scale", q_scale), logits_soft_cap=softcap,
             window_left=check_sliding_window("sliding_window", sliding_window),
@@ -228,7 +228,7 @@ def _cache(
 ) -> tuple[PagedKV, np.ndarray]:  # fmt: skip
     """Return the cache as a `PagedKV`, and `cu_seqlens_q` on the host."""
     k, v = page_views(("cache_key", cache_key), ("cache_value", cache_value), "HND")
-    library = library_of(k)
+    library = str(library_of(k))
     require_array("kvcache_start", kvcache_start)
     if kvcache_start.ndim not in (1, 2):
         raise ContractError(

@@ -202,7 +202,7 @@ RULES = {
     "value dtype": (dict(value_cache=V.astype("float16")), ContractError, "value_cache: must be float32 as key_cache"),
     "value slots": (dict(value_cache=V[:, :4]), ContractError, "value_cache: must be (3, 9, 2, 8) to match key_cache"),
     "value heads": (dict(value_cache=V[:, :, :1]), ContractError, "value_cache: must be (3, 9, 2, 8) to match"),
-    "lengths shape": (dict(lengths=LENGTHS[:2]), ContractError, "lengths: must be [3], got shape (2,)."),
+    "lengths shape": (dict(lengths=LENGTHS[:2]), ContractError, "lengths: must be [3] (sequences of key_cache), got"),
     "lengths dtype": (dict(lengths=np.ones(3)), ContractError, "lengths: must be int32"),
     "length past the slots": (
         dict(lengths=np.array([9, 10, 1])), PageTableError, "lengths[1]: must be in 0..9 (slots of a row), got 10."),
