@@ -239,18 +239,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the report, write the JSON; 1 if a result of ours was wrong or failed."""
     options = parse(arguments)
-    if "OPENBLAS_CORETYPE" in os.environ:
+    if options.target == "cpu" and "OPENBLAS_CORETYPE" in os.environ:
         print("OPENBLAS_CORETYPE is set and slows NumPy: unset it, and OPENBLAS_L2_SIZE, to compare with NumPy.")
     records = []
     try:
-        for record in measure(options):
+        for record in bench_report.kept(measure(options), options.json):
             records.append(record)
             if record["kind"] == "result":
                 print(f"  {record['op']} {record['shape']}: {record['ours_us']:.1f} us", flush=True)
     finally:
         nbattn.set_num_threads(None)
-        if options.json and records:
-            bench_report.write(options.json, records)  # what was measured before an interruption is kept
     print(bench_report.report(records))
     return int(any(r["kind"] == "skipped" and r["what"] == "nbattn" for r in records))
 

@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -51,14 +51,20 @@ def environment(target: str, device: str) -> dict[str, Any]:
     }
 
 
-def write(path: str, records: Iterable[dict[str, Any]]) -> None:
-    """Write records as JSON lines; NaN does not occur in them."""
-    lines = [json.dumps(record, allow_nan=False) for record in records]
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+def kept(records: Iterable[dict[str, Any]], path: str | None) -> Iterator[dict[str, Any]]:
+    """Pass records on, each written to a file of JSON lines as it comes: a run that is stopped leaves what it has."""
+    if path is None:
+        yield from records
+        return
+    with Path(path).open("w", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.flush()
+            yield record
 
 
 def read(path: str) -> list[dict[str, Any]]:
-    """Read what `write` wrote."""
+    """Read a file of JSON lines."""
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
 
 

@@ -51,15 +51,10 @@ def panel(axes: Any, results: list[dict[str, Any]], rate: float, peak: float | N
         x = [r["flops"] / r["bytes"] for r in mine]
         axes.plot(x, [1e6 * r["flops"] / r["ours_us"] for r in mine], MARKERS[op], color=COLOURS[op], markersize=6,
                   alpha=0.8, label=f"{op} ({len(mine)})")  # fmt: skip
-        rivals = [
-            (i, min(r["rivals_ratio"].values()) * r["ours_us"])
-            for i, r in zip(x, mine, strict=True)
-            if r["rivals_ratio"]
-        ]
-        flops = {i: r["flops"] for i, r in zip(x, mine, strict=True)}
-        if rivals:
-            axes.plot([i for i, _ in rivals], [1e6 * flops[i] / us for i, us in rivals], MARKERS[op], color=COLOURS[op],
-                      markersize=6, fillstyle="none", alpha=0.8)  # fmt: skip
+        beside = [(i, r) for i, r in zip(x, mine, strict=True) if r["rivals_ratio"]]
+        best = [1e6 * r["flops"] / (r["ours_us"] * min(r["rivals_ratio"].values())) for _, r in beside]
+        axes.plot([i for i, _ in beside], best, MARKERS[op], color=COLOURS[op], markersize=6, fillstyle="none",
+                  alpha=0.8)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="operations a byte (FLOP/B)", ylabel="operations a second (FLOP/s)")
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.plot([], [], "o", color="grey", fillstyle="none", label="hollow: the best rival")
