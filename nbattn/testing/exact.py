@@ -32,7 +32,8 @@ def scatter(*requests: tuple[np.ndarray, np.ndarray], page_size: int = 4, seed: 
     counts = [-(-len(k) // page_size) for k, _ in requests]
     order = np.random.default_rng(seed).permutation(sum(counts) + 3).astype(np.int32)
     k_pool, v_pool = (
-        np.full((len(order), page_size, *x.shape[1:]), np.nan, np.result_type(x, np.float16)) for x in requests[0]
+        np.full((len(order), page_size, *x.shape[1:]), np.nan, np.float64 if x.dtype.kind in "biu" else x.dtype)
+        for x in requests[0]
     )
     kv_indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     for (k, v), first in zip(requests, kv_indptr[:-1], strict=True):
