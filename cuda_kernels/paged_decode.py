@@ -60,6 +60,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     set_up_rows = make_set_up_rows(tile.load_query)
     fetch, multiply_keys, soften = tile.fetch, tile.multiply_keys, tile.soften
     pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
+    HAS_NONFINITE = tile.HAS_NONFINITE  # int8 holds neither NaN nor infinity
     has_nonfinite, select_values = tile.has_nonfinite, tile.select_values
     score_tile = make_score_tile(1, full)
     publish, write_row = make_publish(tile.out_dim, O_NUMBERS // 4, PITCH), make_write_row(WARPS, 16)
@@ -138,7 +139,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             dropped = score_tile(s, bits, key0, c, unit, first, end, slope, position, mask_at, key_position, rules)
             soften(s, m, d_sum, o)
             v_tile = used + int32(K_TILE)
-            if ptx.ballot(dropped) != uint32(0) and has_nonfinite(v_tile, lane):
+            if HAS_NONFINITE and ptx.ballot(dropped) != uint32(0) and has_nonfinite(v_tile, lane):
                 select_values(s, o, v_tile, scratch, lane)
             else:
                 pack_weights(s, p)

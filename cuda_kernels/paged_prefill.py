@@ -12,6 +12,7 @@ from numba.cuda import float32, int32, int64, types, uint32
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_write_row
+from nbattn.cuda_kernels.formats import CACHE_FORMATS
 from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules
 from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.rows import (
@@ -36,7 +37,7 @@ WARPS = 4
 
 def make(cache: str, head_dim: int, full: bool) -> Kernel:
     """Return the kernel for a cache format and a head-size class; see `paged_decode.make`."""
-    KEYS = 64 if head_dim <= 128 else 32
+    KEYS = 64 if head_dim <= 128 and CACHE_FORMATS[cache].item_bytes == 2 else 32  # as many as registers allow
     GROUPS = KEYS // 16
     tile = make_tile(cache, head_dim, KEYS)
     ITEM, K_ROW, V_ROW, K_TILE = tile.ITEM, tile.K_ROW, tile.V_ROW, KEYS * tile.K_ROW
@@ -52,6 +53,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     set_up_rows, score_tile = make_set_up_rows(tile.load_query), make_score_tile(GROUPS, full)
     fetch, multiply_keys, soften = tile.fetch, tile.multiply_keys, tile.soften
     pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
+    HAS_NONFINITE = tile.HAS_NONFINITE  # int8 holds neither NaN nor infinity
     has_nonfinite, select_values = tile.has_nonfinite, tile.select_values
     publish, write_row = make_publish(tile.out_dim, O_NUMBERS // 4, PITCH), make_write_row(1, 16)
     wait_for_oldest, wait_for_all = ptx.WAIT_COPIES[1], ptx.WAIT_COPIES[0]
@@ -143,7 +145,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
                 multiply_keys(query, s, k_tile, lane)
                 dropped = score_tile(s, bits, key0, c, unit, first, end, slope, position, mask_at, key_position, rules)
                 soften(s, m, d_sum, o)
-                if ptx.ballot(dropped) != uint32(0) and has_nonfinite(v_tile, lane):
+                if HAS_NONFINITE and ptx.ballot(dropped) != uint32(0) and has_nonfinite(v_tile, lane):
                     select_values(s, o, v_tile, scratch, lane)
                 else:
                     pack_weights(s, p)

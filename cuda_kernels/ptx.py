@@ -78,10 +78,10 @@ e4m3_pair = instruction(  # two e4m3 in the low 16 bits -> a pair of float16, ex
     "e4m3_pair", "{.reg .b16 l,h; mov.b32 {l,h}, $1; cvt.rn.f16x2.e4m3x2 $0, l;}", (u32,), (u32,)
 )
 e5m2_pair = instruction("e5m2_pair", "{.reg .b16 l,h; mov.b32 {l,h}, $1; cvt.rn.f16x2.e5m2x2 $0, l;}", (u32,), (u32,))
-int8_pair = instruction(
+int8_pair = instruction(  # the byte as the low bits of 1024 + 128 + x, then minus 1152
     "int8_pair",
-    "{.reg .b32 a,b; .reg .b16 l,h; bfe.s32 a, $1, 0, 8; bfe.s32 b, $1, 8, 8;"
-    " cvt.rn.f16.s32 l, a; cvt.rn.f16.s32 h, b; mov.b32 $0, {l,h};}",
+    "{.reg .b32 t, c; xor.b32 t, $1, 0x8080; prmt.b32 t, t, 0x64646464, 0x4140;"
+    " mov.b32 c, 0x64806480; sub.rn.f16x2 $0, t, c;}",
     (u32,),
     (u32,),
 )

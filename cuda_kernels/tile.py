@@ -190,6 +190,7 @@ def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
                 else:
                     accumulate(s, 8 * g, a, x0, x1)
                     accumulate(s, 8 * g + 4, a, x2, x3)
+            unroll_fully()
 
     @register_jitable
     def soften(s, m, d_sum, o):
@@ -238,6 +239,7 @@ def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
                 else:
                     accumulate(o, 8 * pair, a, x0, x1)
                     accumulate(o, 8 * pair + 4, a, x2, x3)
+                unroll_fully()
 
     @register_jitable
     def has_nonfinite(v_tile, lane):
@@ -250,8 +252,16 @@ def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
         return ptx.ballot(int32(found & PROBE_HIT != uint32(0))) != uint32(0)
 
     @register_jitable
+    def add_selected(o, i, w0, w1, value):
+        """Add a weighted value to both rows; a weight of 0 selects it away."""
+        if w0 != float32(0):
+            o[i] += w0 * value
+        if w1 != float32(0):
+            o[i + 2] += w1 * value
+
+    @register_jitable
     def select_values(s, o, v_tile, scratch, lane):
-        """``o += s @ v`` where a weight of 0 selects its value away: 0 * NaN is never formed.
+        """``o += s @ v`` where 0 * NaN is never formed.
 
         Matrix instructions cannot do that for a key that one row keeps and another drops. It runs only for a tile that
         holds an infinity or a NaN. `scratch` is the warp's 16x16 float32 in shared memory.
@@ -268,19 +278,22 @@ def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
                 key = int32(k)
                 w0 = ptx.shared_load_f32(scratch + ((r * int32(16) + key) << int32(2)))
                 w1 = ptx.shared_load_f32(scratch + (((r + int32(8)) * int32(16) + key) << int32(2)))
-                row = v_tile + (int32(16 * g) + key) * int32(V_ROW)
-                for tile in range(OUT_TILES):
-                    for e in range(2):
-                        at = out_dim(tile, e, c) * int32(ITEM)
-                        at = row + (((at >> int32(4)) ^ (key & int32(7))) << int32(4)) + (at & int32(15))
-                        if WIDEN:
-                            value, _ = unpack(widen(ptx.shared_load_u8(at)))
-                        else:
-                            value, _ = unpack(ptx.shared_load_u16(at))
-                        if w0 != float32(0):
-                            o[4 * tile + e] += w0 * value
-                        if w1 != float32(0):
-                            o[4 * tile + 2 + e] += w1 * value
+                row = v_tile + (int32(16 * g) + key) * int32(V_ROW) + int32(4) * c
+                swizzle = (key & int32(7)) << int32(4)
+                for chunk in range(V_ROW // 16):  # the lane's four bytes of 16
+                    word = ptx.shared_load_u32(row + (int32(chunk << 4) ^ swizzle))
+                    if WIDEN:
+                        x0, x1 = unpack(widen(word))
+                        x2, x3 = unpack(widen(word >> uint32(16)))
+                        add_selected(o, 8 * chunk, w0, w1, x0)
+                        add_selected(o, 8 * chunk + 4, w0, w1, x1)
+                        add_selected(o, 8 * chunk + 1, w0, w1, x2)
+                        add_selected(o, 8 * chunk + 5, w0, w1, x3)
+                    else:
+                        x0, x1 = unpack(word)
+                        add_selected(o, 4 * chunk, w0, w1, x0)
+                        add_selected(o, 4 * chunk + 1, w0, w1, x1)
+                    unroll_fully()
                 keep_rolled()
             ptx.sync_warp()
             unroll_fully()
@@ -289,6 +302,7 @@ def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
         K_ROW=K_ROW,
         V_ROW=V_ROW,
         ITEM=ITEM,
+        HAS_NONFINITE=form.probe[2] != 0,
         Q_SHARED=Q_SHARED,
         Q_WORDS=1 if Q_SHARED else 4 * STEPS,
         Q_BYTES=512 * STEPS if Q_SHARED else 0,

@@ -56,7 +56,7 @@ def test_a_filled_cache_compiles_nothing(caplog):
         "import sys, nbattn\n"
         "from nbattn.cuda_kernels import compile as c, target\n"
         "c.cubin_for('merge_pair', {}, (9, 0))\n"
-        "print(c.counters.compiled, c.counters.loaded, 'numba' in sys.modules, 'cupy' in sys.modules)"
+        "print(c.counters.compiled, c.counters.loaded, 'numba.cuda' in sys.modules, 'cupy' in sys.modules)"
     )
     command = [sys.executable, "-c", script]
     out = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
@@ -80,7 +80,10 @@ def test_a_damaged_cache_entry_is_compiled_anew():
     (path,) = compiler.cache_directory().glob("*.cubin")
     for damage in (b"", path.read_bytes()[:200], b"something else"):
         path.write_bytes(damage)
-        assert compiler.cubin_for("merge_pair", {}, CC) == first
+        before = compiler.counters.compiled
+        again = compiler.cubin_for("merge_pair", {}, CC)
+        assert compiler.counters.compiled == before + 1
+        assert (again.name, again.threads, again.image[:4]) == (first.name, first.threads, first.image[:4])
 
 
 def test_an_unwritable_cache_is_reported(monkeypatch, tmp_path, caplog):

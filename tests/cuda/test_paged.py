@@ -111,12 +111,14 @@ def test_matches_the_oracle(case, lent):
     testing.assert_close(result, expected)
 
 
-@pytest.mark.parametrize("q_dtype", ["bfloat16", "float32"])
-def test_a_nan_reaches_only_the_rows_that_keep_it(q_dtype, lent):
+@pytest.mark.parametrize(
+    ("q_dtype", "cache"), [("bfloat16", "bfloat16"), ("float16", "float8_e4m3fn"), ("float32", "float32")]
+)
+def test_a_nan_reaches_only_the_rows_that_keep_it(q_dtype, cache, lent):
     """The value of a key that one row of a tile keeps and another drops is selected away, not multiplied by 0."""
     rng = np.random.default_rng(3)
     for rows, poisoned in ((2, [30]), (40, [30, 12])):
-        kv = poisoned_cache(rng, [31], dtype=q_dtype)
+        kv = poisoned_cache(rng, [31], dtype=cache)
         for key in poisoned:
             kv.v[kv.kv_indices[key // kv.page_size], key % kv.page_size] = np.nan
         q = numbers(rng, (rows, 4, 64), q_dtype)
