@@ -150,12 +150,15 @@ def _read(path: Path) -> Cubin | None:
     if magic + b"\n" != _MAGIC:
         return None
     shape = json.loads(header)
+    if hashlib.sha256(image).hexdigest() != shape["sha256"]:
+        return None  # damaged
     return Cubin(image, shape["name"], shape["threads"], shape["shared_bytes"])
 
 
 def _write(path: Path, cubin: Cubin) -> None:
     """Write through a temporary name, so that another process sees the whole file or none."""
-    header = json.dumps({"name": cubin.name, "threads": cubin.threads, "shared_bytes": cubin.shared_bytes})
+    shape = {"name": cubin.name, "threads": cubin.threads, "shared_bytes": cubin.shared_bytes}
+    header = json.dumps({**shape, "sha256": hashlib.sha256(cubin.image).hexdigest()})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
