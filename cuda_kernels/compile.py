@@ -145,12 +145,10 @@ def toolchain_versions() -> dict[str, str]:
 def _read(path: Path) -> Cubin | None:
     try:
         magic, header, image = path.read_bytes().split(b"\n", 2)
+        shape = json.loads(header)
     except (OSError, ValueError):
         return None
-    if magic + b"\n" != _MAGIC:
-        return None
-    shape = json.loads(header)
-    if hashlib.sha256(image).hexdigest() != shape["sha256"]:
+    if magic + b"\n" != _MAGIC or hashlib.sha256(image).hexdigest() != shape["sha256"]:
         return None  # damaged
     return Cubin(image, shape["name"], shape["threads"], shape["shared_bytes"])
 
