@@ -13,6 +13,7 @@ from numba.extending import overload
 from nbattn.cpu_ref import primitives  # noqa: F401 - registers the CPU versions of exp2, tanh and idiv
 from nbattn.cpu_ref.lanes import lane_count
 from nbattn.cpu_ref.number_formats import itemsize
+from nbattn.cpu_ref.rows import ROW_MULTIPLE
 from nbattn.cpu_ref.tiles import (
     KEYS,
     score_tile_1,
@@ -23,8 +24,6 @@ from nbattn.cpu_ref.tiles import (
     value_tile_4,
     value_vectors,
 )
-
-ROW_MULTIPLE = 16  # packed rows and head sizes are padded to whole vectors of any width
 
 
 def number_type(kind):

@@ -77,8 +77,8 @@ class Lanes:
     def load_splat(self, address):
         return self.splat(self.load_as(self.number, address, self.bytes))
 
-    def store(self, value, address):
-        self.builder.store(value, self.builder.inttoptr(address, ir.PointerType())).align = 4
+    def store(self, value, address, align: int = 4):
+        self.builder.store(value, self.builder.inttoptr(address, ir.PointerType())).align = align
 
     def load_cache(self, address):
         """Load `count` cache elements and widen them."""

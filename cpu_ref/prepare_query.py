@@ -7,6 +7,7 @@ import math
 import numpy as np
 from numba import njit
 
+from nbattn.cpu_ref.blocks import padded
 from nbattn.cpu_ref.rows import FASTMATH, read_row
 from nbattn.cpu_ref.workers import next_task
 from nbattn.scoring import rotate_pair
@@ -25,13 +26,13 @@ def prepare_worker(
     """
     dim = queries.dim
     half = cos.shape[1]
+    x = np.empty(padded(dim), prepared.dtype)
     while True:
         task = next_task(counters, 0)
         if task >= num_tasks:
             return
         for row in range(task * ROWS_PER_TASK, min((task + 1) * ROWS_PER_TASK, prepared.shape[0])):
             for head in range(num_heads):
-                x = prepared[row, head]
                 read_row(x, queries.address + row * queries.stride + head * queries.head_stride, queries.code, dim)
                 if gain.shape[0] > 0:
                     square = x[0] * 0
@@ -40,15 +41,13 @@ def prepare_worker(
                     factor = 1 / math.sqrt(square / x.dtype.type(dim) + x.dtype.type(eps))
                     for d in range(dim):
                         x[d] = x[d] * x.dtype.type(factor) * gain[d]
-                if half == 0:
-                    continue
                 place = np.int64(positions[row]) - origin
-                if place < 0 and positions[row] < 0:
-                    continue
-                if place < 0 or place >= cos.shape[0]:
-                    x[:] = math.nan
-                    continue
-                for i in range(half):
-                    first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-                    x[first], x[second] = rotate_pair(x[first], x[second], cos[place, i], sin[place, i])
+                if half > 0 and (place >= 0 or positions[row] >= 0):
+                    if place < 0 or place >= cos.shape[0]:
+                        x[:] = math.nan
+                    else:
+                        for i in range(half):
+                            first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+                            x[first], x[second] = rotate_pair(x[first], x[second], cos[place, i], sin[place, i])
+                prepared[row, head] = x[:dim]
         next_task(counters, 1)

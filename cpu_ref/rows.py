@@ -9,6 +9,7 @@ from numba import njit
 
 from nbattn.cpu_ref.number_formats import (
     DTYPE_CODE,
+    address_of,
     bfloat_to_float,
     float_to_bfloat,
     float_to_half,
@@ -22,9 +23,19 @@ from nbattn.cpu_ref.number_formats import (
     store_uint16,
 )
 from nbattn.cpu_ref.problem import MASK_BOOL
+from nbattn.cpu_ref.row_copies import (
+    narrow_bfloat16,
+    narrow_float16,
+    narrow_float32,
+    widen_bfloat16,
+    widen_float16,
+    widen_float32,
+    widen_float64,
+)
 from nbattn.indexing import kv_head_of
 from nbattn.scoring import LOG2E, close_row, sigmoid
 
+ROW_MULTIPLE = 16  # rows of numbers are padded to whole vectors of any width
 FASTMATH = {"reassoc", "contract", "nsz", "arcp", "afn"}  # never nnan or ninf: -inf and NaN carry meaning
 _FLOAT32, _FLOAT16, _BFLOAT16 = DTYPE_CODE["float32"], DTYPE_CODE["float16"], DTYPE_CODE["bfloat16"]
 
@@ -45,36 +56,38 @@ def read_number(address, code):
 
 @njit(nogil=True, error_model="numpy")
 def read_row(target, address, code, dim):
-    """Copy `dim` numbers of the dtype `code` at `address` into the 1-D `target` and fill its rest with zeros."""
+    """Copy `dim` numbers of the dtype `code` at `address` into the 1-D `target`, a row padded to whole vectors."""
+    place = address_of(target)
     if code == _FLOAT32:
-        for d in range(dim):
-            target[d] = load_float32(address + 4 * d)
+        widen_float32(address, place, dim)
     elif code == _FLOAT16:
-        for d in range(dim):
-            target[d] = half_to_float(load_uint16(address + 2 * d))
+        widen_float16(address, place, dim)
     elif code == _BFLOAT16:
-        for d in range(dim):
-            target[d] = bfloat_to_float(load_uint16(address + 2 * d))
+        widen_bfloat16(address, place, dim)
     else:
-        for d in range(dim):
-            target[d] = load_float64(address + 8 * d)
-    target[dim:] = 0
+        widen_float64(address, place, dim)
 
 
 @njit(nogil=True, error_model="numpy")
 def write_row(address, code, source, dim):
     """Write the first `dim` numbers of the 1-D `source` at `address`, rounded once to the dtype `code`."""
-    if code == _FLOAT32:
-        for d in range(dim):
+    done = 0
+    if source.itemsize == 4 and code in (_FLOAT32, _FLOAT16, _BFLOAT16):
+        done = dim // ROW_MULTIPLE * ROW_MULTIPLE
+        if code == _FLOAT32:
+            narrow_float32(address_of(source), address, done)
+        elif code == _FLOAT16:
+            narrow_float16(address_of(source), address, done)
+        else:
+            narrow_bfloat16(address_of(source), address, done)
+    for d in range(done, dim):
+        if code == _FLOAT32:
             store_float32(address + 4 * d, np.float32(source[d]))
-    elif code == _FLOAT16:
-        for d in range(dim):
+        elif code == _FLOAT16:
             store_uint16(address + 2 * d, float_to_half(np.float32(source[d])))
-    elif code == _BFLOAT16:
-        for d in range(dim):
+        elif code == _BFLOAT16:
             store_uint16(address + 2 * d, float_to_bfloat(np.float32(source[d])))
-    else:
-        for d in range(dim):
+        else:
             store_float64(address + 8 * d, np.float64(source[d]))
 
 

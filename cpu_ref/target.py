@@ -16,6 +16,7 @@ from nbattn.cpu_ref.prepare_query import ROWS_PER_TASK as PREPARED_PER_TASK
 from nbattn.cpu_ref.prepare_query import prepare_worker
 from nbattn.cpu_ref.problem import MASK_BOOL, Output, Queries, Rules, States
 from nbattn.cpu_ref.tags import CACHE_KINDS, FULL, PLAIN
+from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan, Tiling
 from nbattn.problem import Level, Preparation, Problem
 from nbattn.rotary import rope_planes
@@ -71,55 +72,72 @@ class TaskList:
         self.dots = int((keys * tokens).sum()) * self.num_qo_heads * dims
 
 
-def run_paged(problem: Problem, plan: Plan) -> None:
-    """Run a paged problem: write `problem.out` and `problem.lse`."""
-    kv, options = problem.levels[0].kv, problem.options
-    work = plan.work_list.work
+class PagedCall:
+    """A paged problem in which all is settled but the addresses of its arrays: a plan repeats it for every layer."""
+
+    def __init__(self, problem: Problem, plan: Plan, q: np.ndarray, scale: float):
+        kv, options, number = problem.levels[0].kv, problem.options, problem.number
+        if plan.on_target is None:
+            plan.on_target = TaskList(plan, problem)
+        tasks: TaskList = plan.on_target
+        self.tasks, self.work_list, self.number, self.num_qo_heads = tasks, plan.work_list, number, problem.num_qo_heads
+        self.rules, full = _rules(problem, plan)
+        self.tags = CACHE_KINDS[kv.kv_dtype], FULL if full else PLAIN, CACHE_KINDS[str(number)]
+        self.bytes_read = tasks.numbers * kv.k.dtype.itemsize
+        folded = options.k_scale if options.rope is None else None
+        self.queries = _queries(problem, q, scale, folded)[1:]
+        self.output = _output(problem)[1:]
+        self.head_dim_vo = kv.head_dim_vo
+
+    def __call__(self, q: np.ndarray, kvs: list[PagedKV], out: np.ndarray, lse: np.ndarray | None) -> None:
+        """Run on arrays of the shapes, strides and dtypes it was made for."""
+        states = _states(self.work_list, self.num_qo_heads, self.head_dim_vo, self.number)
+        code, stride, head_stride, dim, group, _, *rest = self.output
+        lse_address = 0 if lse is None else lse.ctypes.data
+        output = Output(out.ctypes.data, code, stride, head_stride, dim, group, lse_address, *rest)
+        kind, rule_tag, number_kind = self.tags
+        tasks = self.tasks
+        if len(tasks.tasks):
+            workers.run(
+                paged_worker, self.tags, len(tasks.tasks), _threads(self.bytes_read, tasks.dots), kind, rule_tag,
+                np.zeros(2, np.int64), number_kind, tasks.tasks, self.work_list.work,
+                np.array([_level_row(kv) for kv in kvs], np.int64), tasks.max_rows,
+                Queries(q.ctypes.data, *self.queries), output, states, self.rules,
+            )  # fmt: skip
+        _merge_splits(self.work_list, output, states)
+
+
+def run_paged(problem: Problem, plan: Plan) -> PagedCall:
+    """Run a paged problem: write `problem.out` and `problem.lse`. Return the call, to be repeated on other arrays."""
     q, scale = _prepared_query(problem, plan)
-    rules, full = _rules(problem, plan)
-    folded = options.k_scale is not None and options.rope is None
-    queries = _queries(problem, q, scale, options.k_scale if folded else None)
-    output, keep = _output(problem)
-    states = _states(problem, plan.work_list)
-    levels = np.array([_level_row(level) for level in problem.levels], np.int64)
-    if plan.on_target is None:
-        plan.on_target = TaskList(plan, problem)
-    tasks: TaskList = plan.on_target
-    if len(tasks.tasks):
-        workers.run(
-            paged_worker, len(tasks.tasks), _threads(tasks.numbers * kv.k.dtype.itemsize, tasks.dots),
-            CACHE_KINDS[kv.kv_dtype], FULL if full else PLAIN, np.zeros(2, np.int64), CACHE_KINDS[dtype_name(states.v)],
-            tasks.tasks, work, levels, tasks.max_rows, queries, output, states, rules,
-        )  # fmt: skip
-    _merge_splits(problem, plan.work_list, output, states)
-    del keep
+    call = PagedCall(problem, plan, q, scale)
+    call(q, [level.kv for level in problem.levels], problem.out, problem.lse)
+    return call
 
 
 def run_gather(problem: Problem, token_indices: np.ndarray, counts: np.ndarray, split_size: int | None) -> None:
     """Run a gather problem: write `problem.out` and `problem.lse`."""
     level = problem.levels[0]
     kv, options = level.kv, problem.options
-    lists = np.ascontiguousarray(token_indices, dtype=np.int32) if token_indices.dtype != np.int32 else token_indices
+    lists = np.ascontiguousarray(token_indices, dtype=np.int32)
     clamped = np.clip(counts.astype(np.int64), 0, token_indices.shape[1])
     work_list = build_gather_work(
         kv.kv_lens, kv.kv_indptr[:-1], level.qo_indptr, clamped, problem.q.shape[0],
         split_size=split_size, workers=get_num_threads(),
     )  # fmt: skip
     queries = _queries(problem, problem.q, options.sm_scale * LOG2E, options.k_scale)
-    output, keep = _output(problem)
-    states = _states(problem, work_list)
+    output = _output(problem)
+    states = _states(work_list, problem.num_qo_heads, kv.head_dim_vo, problem.number)
     entries = int(clamped[int(level.qo_indptr[0]) : int(level.qo_indptr[-1])].sum())
     numbers = entries * kv.num_kv_heads * (kv.head_dim_qk + kv.head_dim_vo)
     if len(work_list.work):
         workers.run(
-            gather_worker, len(work_list.work),
+            gather_worker, (kv.kv_dtype,), len(work_list.work),
             _threads(numbers * kv.k.dtype.itemsize, numbers * queries.group_size),
             CACHE_KINDS[kv.kv_dtype], kv.num_kv_heads, np.zeros(2, np.int64), work_list.work, lists,
-            np.array(_level_row(level), np.int64),
-            queries, output, states,
+            np.array(_level_row(kv), np.int64), queries, output, states,
         )  # fmt: skip
-    _merge_splits(problem, work_list, output, states)
-    del keep
+    _merge_splits(work_list, output, states)
 
 
 def run_merge(
@@ -149,14 +167,14 @@ def run_merge(
     _run_merge(dtype_name(v), len(rows), bytes_read, v.shape[1], table, s_code, unit, rows, nothing, nothing, output)
 
 
-def _merge_splits(problem: Problem, work_list: WorkList, output: Output, states: States) -> None:
+def _merge_splits(work_list: WorkList, output: Output, states: States) -> None:
     if len(work_list.merge_rows) == 0:
         return
     v, s = states
     table = np.array([[v.ctypes.data, *v.strides[:2], s.ctypes.data, *s.strides]], np.int64)
-    name = str(problem.number)
+    name = dtype_name(v)
     _run_merge(
-        name, len(work_list.merge_rows), v.nbytes, problem.num_qo_heads, table, DTYPE_CODE[name], 1.0,
+        name, len(work_list.merge_rows), v.nbytes, v.shape[1], table, DTYPE_CODE[name], 1.0,
         work_list.merge_rows, work_list.merge_indptr, work_list.merge_slots, output,
     )  # fmt: skip
 
@@ -165,7 +183,7 @@ def _run_merge(kind: str, num_rows: int, bytes_read: int, num_heads: int, *rest:
     tasks = -(-num_rows // ROWS_PER_TASK)
     size = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[kind]
     workers.run(
-        merge_worker, tasks, _threads(bytes_read, bytes_read // size),
+        merge_worker, (kind,), tasks, _threads(bytes_read, bytes_read // size),
         CACHE_KINDS[kind], size, np.zeros(2, np.int64), tasks, num_heads, *rest,
     )  # fmt: skip
 
@@ -175,9 +193,8 @@ def _threads(bytes_read: int, dots: int) -> int:
     return 1 if max(bytes_read / READ_RATE, dots / DOT_RATE) < SERIAL_NANOSECONDS else get_num_threads()
 
 
-def _level_row(level: Level) -> tuple[int, ...]:
+def _level_row(kv: PagedKV) -> tuple[int, ...]:
     """Return where a level's pages lie, as the kernels' table of levels has it."""
-    kv = level.kv
     k, v, ids = kv.k, kv.v, kv.kv_indices
     return (k.ctypes.data, *k.strides[:3], v.ctypes.data, *v.strides[:3], ids.ctypes.data, kv.page_size, kv.num_pages)
 
@@ -191,8 +208,7 @@ def _queries(problem: Problem, q: np.ndarray, scale: float, k_scale: Any) -> Que
     )  # fmt: skip
 
 
-def _output(problem: Problem) -> tuple[Output, Any]:
-    """Return the output description and whatever must live as long as it."""
+def _output(problem: Problem) -> Output:
     kv, options, number = problem.levels[0].kv, problem.options, problem.number
     out, lse, gate = problem.out, problem.lse, options.output_gate
     return Output(
@@ -202,7 +218,7 @@ def _output(problem: Problem) -> tuple[Output, Any]:
         1.0 if options.lse_base == "2" else LN2,
         _log2_units(options.sinks, number), _per_kv_head(options.v_scale, kv.num_kv_heads, kv.head_dim_vo, number),
         *((0, 0, 0, 0, 0) if gate is None else _gate(gate)),
-    ), (out, lse, gate)  # fmt: skip
+    )  # fmt: skip
 
 
 def _gate(gate: np.ndarray) -> tuple[int, int, int, int, int]:
@@ -210,9 +226,9 @@ def _gate(gate: np.ndarray) -> tuple[int, int, int, int, int]:
     return gate.ctypes.data, DTYPE_CODE[dtype_name(gate)], gate.strides[0], gate.strides[1], step
 
 
-def _states(problem: Problem, work_list: WorkList) -> States:
-    shape = (work_list.num_states, problem.num_qo_heads)
-    return States(np.empty((*shape, problem.levels[0].kv.head_dim_vo), problem.number), np.empty(shape, problem.number))
+def _states(work_list: WorkList, num_qo_heads: int, dim: int, number: np.dtype) -> States:
+    shape = (work_list.num_states, num_qo_heads)
+    return States(np.empty((*shape, dim), number), np.empty(shape, number))
 
 
 def _per_kv_head(scale: Any, num_kv_heads: int, dim: int, number: np.dtype) -> np.ndarray:
@@ -273,12 +289,16 @@ def _prepared_query(problem: Problem, plan: Plan) -> tuple[np.ndarray, float]:
     none = np.zeros((0, 0), number)
     tasks = -(-rows // PREPARED_PER_TASK)
     workers.run(
-        prepare_worker, tasks, _threads(prepared.nbytes, prepared.size),
+        prepare_worker, (number,), tasks, _threads(prepared.nbytes, prepared.size),
         _queries(problem, problem.q, 1.0, None), problem.num_qo_heads, np.zeros(2, np.int64), tasks,
-        none.reshape(-1) if prepare.gain is None else prepare.gain.astype(number), prepare.eps,
+        none.reshape(-1) if prepare.gain is None else prepare.gain.astype(number), float(prepare.eps),
         none if prepare.cos is None else np.ascontiguousarray(prepare.cos, number),
         none if prepare.sin is None else np.ascontiguousarray(prepare.sin, number),
-        prepare.origin, np.zeros(rows, np.int32) if prepare.positions is None else prepare.positions,
-        prepare.interleaved, prepared,
+        prepare.origin, np.zeros(rows, np.int64) if prepare.positions is None else _int64(prepare.positions),
+        bool(prepare.interleaved), prepared,
     )  # fmt: skip
     return prepared, scale
+
+
+def _int64(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values, np.int64)

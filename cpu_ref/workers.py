@@ -11,9 +11,12 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import llvmlite.ir as ir
-from numba import njit, types
+from numba import njit, typeof, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -68,9 +71,10 @@ class _Team:
 
     def _serve(self) -> None:
         while True:
-            kernel, arguments = self.tickets.get()
-            kernel(*arguments)
-            del kernel, arguments
+            entry, arguments = self.tickets.get()
+            with suppress(MemoryError):  # raised before a task is taken: the other threads do the work
+                entry(*arguments)
+            del entry, arguments
 
 
 _team = _Team()
@@ -85,19 +89,36 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew)
 
 
-def run(kernel, num_tasks: int, num_threads: int, *arguments) -> None:
-    """Run ``kernel(*before, counters, *after)`` on up to `num_threads` threads until `num_tasks` tasks are done.
+_entries: dict[tuple, Callable[..., None]] = {}
 
-    `arguments` holds a ``counters`` array ``int64[2]`` (next task, finished tasks), which is passed as the third one.
+
+def entry_of(kernel: Any, key: tuple, arguments: tuple) -> Callable[..., None]:
+    """Return the compiled function of `kernel` for these arguments, whose types `key` determines.
+
+    Numba looks at every argument's type at each call, which takes longer than a short kernel runs.
     """
-    counters = arguments[2]
+    entry = _entries.get((kernel, *key))
+    if entry is None:
+        signature = tuple(typeof(x) for x in arguments)
+        kernel.compile(signature)
+        entry = _entries[(kernel, *key)] = kernel.overloads[signature].entry_point
+    return entry
+
+
+def run(kernel: Any, key: tuple, num_tasks: int, num_threads: int, *arguments: Any) -> None:
+    """Run ``kernel(*arguments)`` on up to `num_threads` threads until `num_tasks` tasks are done.
+
+    The third of the arguments is ``counters``, int64[2]: next task, finished tasks. `key` names all that their types
+    depend on.
+    """
+    entry = entry_of(kernel, key, arguments)
     threads = min(num_threads, num_tasks)
     if threads > 1:
         _team.grow(threads - 1)
-        ticket = (kernel, arguments)
+        ticket = (entry, arguments)
         for _ in range(threads - 1):
             _team.tickets.put(ticket)
-    kernel(*arguments)
+    entry(*arguments)
     if threads > 1:
-        while not _wait(counters, num_tasks, _SPINS):
+        while not _wait(arguments[2], num_tasks, _SPINS):
             time.sleep(0)

@@ -30,8 +30,11 @@ def backend(target: str) -> ModuleType:
         ) from error
 
 
-def run(problem: Problem, plan: Plan | None, split_size: int | None, return_lse: bool) -> Result:
-    """Run a checked paged problem: plan it unless a plan is given, and hand it to its target."""
+def run(problem: Problem, plan: Plan | None, split_size: int | None) -> tuple[Plan, Any]:
+    """Run a checked paged problem: plan it unless a plan is given, and hand it to its target.
+
+    Returns the plan, and what runs the same problem on other arrays of the same forms (None if nothing does).
+    """
     kernels = backend(problem.target)
     options = problem.options
     rules = PlanRules(
@@ -52,8 +55,7 @@ def run(problem: Problem, plan: Plan | None, split_size: int | None, return_lse:
         raise ContractError(f"plan: must be a Plan, got {type(plan).__name__}. Make one with nbattn.plan(...).")
     else:
         plan.check_call(rules, problem.levels, problem.q.shape[0])
-    kernels.run_paged(problem, plan)
-    return (problem.out, problem.lse) if return_lse else problem.out
+    return plan, kernels.run_paged(problem, plan)
 
 
 def plan(

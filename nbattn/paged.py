@@ -11,6 +11,7 @@ from nbattn.errors import ContractError
 from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan
 from nbattn.problem import Level, Options, Preparation, Problem, Rope
+from nbattn.repeat import remember
 
 Result = Array | tuple[Array, Array]
 
@@ -121,7 +122,7 @@ def paged_attention(
     >>> nbattn.paged_attention(np.ones((1, 1, 2), np.float32), kv)
     array([[[2., 3.]]], dtype=float32)
     """
-    return cascade_attention(
+    return attend(
         q, [Level(kv, qo_indptr, causal)], sm_scale=sm_scale, window_left=window_left, chunk_size=chunk_size,
         logits_soft_cap=logits_soft_cap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes, rope=rope,
         k_scale=k_scale, v_scale=v_scale, kv_start=kv_start, q_positions=q_positions, plan=plan, split_size=split_size,
@@ -220,6 +221,12 @@ def attend(
     target: str | None = None,
 ) -> Result:
     """Check and run `cascade_attention`; operator faces may also pass a `prepare` for q, which they have checked."""
+    given = (
+        sm_scale, window_left, chunk_size, logits_soft_cap, sinks, attn_mask, alibi_slopes, rope, k_scale, v_scale,
+        kv_start, q_positions, prepare, split_size, out_dtype, return_lse, lse_base, target,
+    )  # fmt: skip
+    if isinstance(plan, Plan) and plan.last_call is not None and plan.last_call.repeats(q, levels, given, out, lse):
+        return plan.last_call.run(q, levels, out, lse, return_lse)
     checked, library = contracts.check_levels(levels, q)
     name = confirm_target(target, library)
     kv, batch = checked[-1].kv, len(checked[-1].qo_indptr) - 1
@@ -245,4 +252,8 @@ def attend(
         lse_base=lse_base,
     )
     results = contracts.check_results(q, dim_vo, out, lse, out_dtype, return_lse, lse_base)
-    return run(Problem(name, q, checked, options, *results), plan, split_size, return_lse)
+    problem = Problem(name, q, checked, options, *results)
+    used, launch = run(problem, plan, split_size)
+    if plan is not None:
+        used.last_call = remember(problem, levels, given, (out, lse), used.covers(len(q)), launch)
+    return (problem.out, problem.lse) if return_lse else problem.out

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from nbattn.errors import ContractError
+from nbattn.repeat import RememberedCall
 from nbattn.work_list import LevelLengths, Positions, WorkList, build_work, most_work, place_rows
 
 
@@ -41,6 +42,8 @@ class Plan:
         Query rows that the levels' offsets cover.
     on_target : object
         What the target made of the work list: its tasks or its device buffers.
+    last_call : RememberedCall or None
+        The last call that used the plan, checked and ready to be repeated on the next layer's arrays.
     """
 
     def __init__(self, levels: tuple[Any, ...], num_rows: int, rules: PlanRules, tiling: Tiling, *,
@@ -49,6 +52,7 @@ class Plan:
         self.rules, self.tiling, self.num_rows = rules, tiling, num_rows
         self.capacity: dict[str, int] = {}
         self.on_target: Any = None
+        self.last_call: RememberedCall | None = None
         self._fill(levels, kv_start, q_positions)
         capacity = self._sizes(levels)
         if max_kv_len is not None:
@@ -104,7 +108,12 @@ class Plan:
         entries = max(int(level.kv.kv_indptr[-1]) for level in levels)
         return {**self.work_list.sizes(), "page-table entries": entries}
 
+    def covers(self, num_rows: int) -> bool:
+        """Return whether every one of `num_rows` query rows belongs to some request."""
+        return num_rows == self.num_rows and bool(self.places.covered.all())
+
     def _fill(self, levels: tuple[Any, ...], kv_start: Any, q_positions: Any) -> None:
+        self.last_call = None
         self.lengths = [
             LevelLengths(level.kv.kv_lens, level.kv.kv_indptr[:-1], level.qo_indptr, level.causal) for level in levels
         ]
