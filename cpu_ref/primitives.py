@@ -41,6 +41,10 @@ def _tanh_coefficients() -> list[float]:
     return [float(c) for c in np.polynomial.polynomial.polyfit(z, (np.tanh(x) / x - 1) / z, 5)]
 
 
+# Not inline="always": Numba's inliner takes the overload of any target that it has inlined before, so that CUDA kernels
+# compiled after a call on the CPU would get these bodies. LLVM inlines them all the same.
+_OPTIONS = {"error_model": "numpy", "fastmath": {"contract", "nsz", "arcp", "afn"}, "forceinline": True}
+
 _C1, _C2, _C3, _C4, _C5 = (np.float32(c) for c in EXP2_FLOAT32[1:])
 _T0, _T1, _T2, _T3, _T4, _T5 = (np.float32(c) for c in _tanh_coefficients())
 _ONE, _TWO, _ZERO = np.float32(1), np.float32(2), np.float32(0)
@@ -49,7 +53,7 @@ _SMALL = np.float32(0.625)  # below it tanh by exp2 would cancel
 _TWO_LOG2E = np.float32(2 / LN2)
 
 
-@register_jitable
+@register_jitable(**_OPTIONS)
 def _exp2_float32(x):
     clamped = min(max(x, _LOW), _HIGH)
     whole = round_even(clamped)
@@ -60,14 +64,14 @@ def _exp2_float32(x):
     return y if x == x else x
 
 
-@overload(exp2, inline="always")
+@overload(exp2, target="cpu", jit_options=_OPTIONS)
 def _exp2(x):
     if x == types.float32:
         return lambda x: _exp2_float32(x)
     return lambda x: math.pow(2.0, x)
 
 
-@register_jitable
+@register_jitable(**_OPTIONS)
 def _tanh_float32(x):
     z = x * x
     near = x + x * z * (_T0 + z * (_T1 + z * (_T2 + z * (_T3 + z * (_T4 + z * _T5)))))
@@ -77,13 +81,13 @@ def _tanh_float32(x):
     return y if x == x else x
 
 
-@overload(tanh, inline="always")
+@overload(tanh, target="cpu", jit_options=_OPTIONS)
 def _tanh(x):
     if x == types.float32:
         return lambda x: _tanh_float32(x)
     return lambda x: math.tanh(x)
 
 
-@overload(idiv, inline="always")
+@overload(idiv, target="cpu", jit_options=_OPTIONS)
 def _idiv(a, b):
     return lambda a, b: np.int64(np.uint64(a) // np.uint64(b))
