@@ -19,6 +19,8 @@ import numpy as np
 
 from nbattn import testing
 
+EVERY = (*testing.FAMILIES, *testing.FACES, *testing.WRAPPERS)
+
 
 @dataclass
 class Tally:
@@ -50,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--families", default=",".join(testing.FAMILIES), help="comma-separated (default: all)")
+    parser.add_argument("--families", default=",".join(EVERY), help="comma-separated (default: all)")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="run every Nth case from case I on")
     options = parser.parse_args(arguments)
     families = tuple(options.families.split(","))

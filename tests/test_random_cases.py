@@ -28,3 +28,11 @@ def test_random_merges():
     for _ in range(CASES_OF_A_FAMILY):
         result = testing.run_case(testing.random_case("merge", rng))
         assert result.passed, result
+
+
+@pytest.mark.parametrize("wrapper", testing.WRAPPERS)
+def test_random_cascade_wrappers(wrapper):
+    for number in range(CASES_OF_A_FAMILY):
+        rng = np.random.default_rng([SEED, number])
+        result = testing.run_case(testing.random_case(wrapper, rng, "float32", "float32"))
+        assert result.passed, result

@@ -82,7 +82,7 @@ def test_the_table_builds_in_every_layout(family):
     for case in testing.CASES[family]:
         result = run_case(case, as_a_path(case))
         assert result.passed, result
-        assert eval(repr(case)) == case  # the repr is the repro
+        assert eval(repr(case), dict(vars(testing))) == case  # the repr is the repro
 
 
 LONG = PagedCase(seed=4, kv_lens=(40, 90), qo_lens=(3, 2), group_size=2, head_dim=80, page_size=16, sinks="normal")

@@ -16,9 +16,10 @@ from nbattn.testing.exact import scatter, zero_logit_tokens
 from nbattn.testing.face_cases import FaceCase
 from nbattn.testing.memory import poison, spread, to_cupy
 from nbattn.testing.paths import GATHER_PATHS, PATHS, RANGE_PATHS, Handmade
-from nbattn.testing.random_cases import FACES, FAMILIES, random_case
+from nbattn.testing.random_cases import FACES, FAMILIES, WRAPPERS, random_case
 from nbattn.testing.run import Result, run_case
 from nbattn.testing.table import CASES
+from nbattn.testing.wrapper_cases import WrapperCase
 
 __all__ = [
     "CASES",
@@ -27,6 +28,7 @@ __all__ = [
     "GATHER_PATHS",
     "PATHS",
     "RANGE_PATHS",
+    "WRAPPERS",
     "AttentionCase",
     "CacheCase",
     "CascadeCase",
@@ -40,6 +42,7 @@ __all__ = [
     "PagedCase",
     "Problem",
     "Result",
+    "WrapperCase",
     "allowed_rounding",
     "assert_close",
     "compare",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from typing import Any, ClassVar
 
 import numpy as np
@@ -57,6 +58,10 @@ class Case:
         """A short readable name, for pytest and for reports."""
         words = [n if v is True else f"{n}={v}" for n, v in self.given()]
         return "-".join([self.family, *words]).translate(str.maketrans(" ", "_", "()'"))
+
+    def function(self) -> Callable[..., Any]:
+        """Return nbattn's function that the case is for."""
+        return getattr(import_module("nbattn"), self.family)
 
     def with_dtypes(self, q_dtype: str, kv_dtype: str | None = None) -> Any:
         """Return the same case in other dtypes; a case without a cache has no `kv_dtype`."""

@@ -12,6 +12,7 @@ from nbattn.testing.memory import Rng
 from nbattn.testing.pools import LAYOUTS
 
 FAMILIES = ("paged_attention", "cascade_attention", "gather_attention", "merge")
+WRAPPERS = ("multi_level_cascade", "shared_prefix")
 FACES = ("gqa_decode", "attention_over_cache", "generic_cross_attention_kv_cache", "qsa_sparse_attention")
 HEAD_DIMS = (1, 3, 8, 20, 56, 64, 64, 72, 80, 96, 128, 128, 136, 256)
 PAGE_SIZES = (1, 2, 3, 16, 16, 61, 64)
@@ -112,7 +113,7 @@ def random_case(family: str, rng: Rng, q_dtype: str | None = None, kv_dtype: str
 
     Parameters
     ----------
-    family : one of `FAMILIES` or of `FACES`
+    family : one of `FAMILIES`, `FACES` or `WRAPPERS`
     rng : numpy.random.Generator
 
     Examples
@@ -124,6 +125,11 @@ def random_case(family: str, rng: Rng, q_dtype: str | None = None, kv_dtype: str
         from nbattn.testing.face_cases import random_face_case
 
         return random_face_case(family, rng, q_dtype, kv_dtype)
+    if family in WRAPPERS:
+        from nbattn.testing.wrapper_cases import random_wrapper_case
+
+        q_dtype = q_dtype or pick(rng, tuple(KV_DTYPES))
+        return random_wrapper_case(family, rng, q_dtype, kv_dtype or pick(rng, KV_DTYPES[q_dtype]))
     if family == "merge":
         return MergeCase(
             seed=int(rng.integers(2**31)),

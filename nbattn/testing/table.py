@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from nbattn.testing.attention_cases import CascadeCase, PagedCase
 from nbattn.testing.cases import Case, GatherCase, MergeCase
+from nbattn.testing.face_cases import FaceCase
 from nbattn.testing.pools import LAYOUTS
+from nbattn.testing.random_cases import FACES, WRAPPERS
+from nbattn.testing.wrapper_cases import WrapperCase
 
 P, C, G, M = PagedCase, CascadeCase, GatherCase, MergeCase
 EDGES = (0, 1, 60, 61, 62, 127, 128, 129)  # with pages of 61
@@ -101,9 +104,16 @@ EVERY_LAYOUT: dict[str, tuple[Case, ...]] = {
     ),
 }
 
+SEEDS = range(8)  # of the faces: each draws shapes, layouts and options together
+
 CASES: dict[str, tuple[Case, ...]] = {
     "paged_attention": PAGED + EVERY_LAYOUT["paged_attention"],
     "cascade_attention": CASCADE + EVERY_LAYOUT["cascade_attention"],
     "gather_attention": GATHER + EVERY_LAYOUT["gather_attention"],
     "merge": MERGE,
+    **{
+        face: tuple(FaceCase(seed, face=face, out_dtype="float32" if face == "gqa_decode" else None) for seed in SEEDS)
+        for face in FACES
+    },
+    **{face: tuple(WrapperCase(seed, face=face) for seed in SEEDS) for face in WRAPPERS},
 }
