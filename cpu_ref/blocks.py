@@ -7,20 +7,19 @@ read one KV head stand together and each K and V row is read once for all of the
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numba.extending import overload
 
 from nbattn.cpu_ref import primitives  # noqa: F401 - registers the CPU versions of exp2, tanh and idiv
+from nbattn.cpu_ref.compiling import inlined, part
 from nbattn.cpu_ref.lanes import lane_count
 from nbattn.cpu_ref.number_formats import itemsize
 from nbattn.cpu_ref.rows import ROW_MULTIPLE
 from nbattn.cpu_ref.tiles import (
     KEYS,
     score_tile_1,
-    score_tile_2,
     score_tile_4,
     value_tile_1,
-    value_tile_2,
+    value_tile_1_select,
     value_tile_4,
     value_vectors,
 )
@@ -50,7 +49,7 @@ def _tile_constants_of(kind):
     return lambda kind: (lanes, size, slice_dims, slice_bytes)
 
 
-@njit(nogil=True, error_model="numpy")
+@inlined
 def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, s, s_stride, coming, idle):
     """Fill ``s[j, row]`` with ``q[row] @ k[j]`` for the `KEYS` keys of a block and all packed rows.
 
@@ -65,18 +64,11 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, s,
             row = head * rows + done
             q_here = q + row * q_stride
             left = rows - done
-            if (
-                left > 2
-            ):  # three rows take a tile of four: the fourth is the next head's or padding, written again later
+            if left > 1:  # fewer than four rows: the others are the next head's, written again later, or padding
                 for j in range(0, KEYS, lanes // 4):
                     score_tile_4(kind, q_here, q_stride, key_rows + 8 * j, head * k_head_stride, dim,
                                  s + j * s_stride + row * size, s_stride, ahead + 8 * j)  # fmt: skip
                 done += 4
-            elif left == 2:
-                for j in range(0, KEYS, lanes // 2):
-                    score_tile_2(kind, q_here, q_stride, key_rows + 8 * j, head * k_head_stride, dim,
-                                 s + j * s_stride + row * size, s_stride, ahead + 8 * j)  # fmt: skip
-                done += 2
             else:
                 for j in range(0, KEYS, lanes):
                     score_tile_1(kind, q_here, q_stride, key_rows + 8 * j, head * k_head_stride, dim,
@@ -85,15 +77,15 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, s,
             ahead = idle
 
 
-@njit(nogil=True, error_model="numpy")
+@inlined
 def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_head_stride, n, dim, alpha, select,
                  coming, idle):  # fmt: skip
     """Scale the accumulators of all packed rows by `alpha` and add the weighted values of `n` keys.
 
     With `select` a weight of 0 marks a dropped key, whose value is never used.
     """
-    _, size, slice_dims, _ = _tile_constants(kind)
-    slices = max(1, dim // slice_dims)
+    _, size, _, _ = _tile_constants(kind)
+    slices, _ = value_slices(kind, dim)
     for head in range(heads):
         ahead = coming + head * slices * KEYS * 8
         done = 0
@@ -102,57 +94,42 @@ def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_
             here, weights, factors = acc + row * acc_stride, p + row * size, alpha + row * size
             v_head = head * v_head_stride
             left = rows - done
-            if left >= 4:
-                value_tile_4(
-                    kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, select, ahead
+            if select != 0:
+                value_tile_1_select(
+                    kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, ahead
                 )
+                done += 1
+            elif left >= 4:
+                value_tile_4(kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, ahead)
                 done += 4
-            elif left >= 2:
-                value_tile_2(
-                    kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, select, ahead
-                )
-                done += 2
             else:
-                value_tile_1(
-                    kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, select, ahead
-                )
+                value_tile_1(kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, ahead)
                 done += 1
             ahead = idle
 
 
-@njit(nogil=True, error_model="numpy")
+@part
 def padded(n):
     """Return `n` rounded up to whole vectors."""
     return (n + ROW_MULTIPLE - 1) // ROW_MULTIPLE * ROW_MULTIPLE
 
 
-@njit(nogil=True, error_model="numpy")
-def _list_coming(coming, rows, heads, head_begin, head_stride, slot_stride, slices, slice_bytes):
+@part
+def list_coming(coming, rows, heads, head_begin, head_stride, slot_stride, slices, slice_bytes):
     """List the slices of the rows of some heads of `KEYS` tokens in the order in which they lie in memory."""
     by_token = head_stride <= slot_stride
-    for i in range(heads * KEYS):
-        token, head = (i // heads, i % heads) if by_token else (i % KEYS, i // KEYS)
-        row = rows[token] + (head_begin + head) * head_stride
-        for part in range(slices):
-            coming[i * slices + part] = row + part * slice_bytes
+    i = 0
+    for outer in range(KEYS if by_token else heads):
+        for inner in range(heads if by_token else KEYS):
+            token, head = (outer, inner) if by_token else (inner, outer)
+            row = rows[token] + (head_begin + head) * head_stride
+            for c in range(slices):
+                coming[i] = row + c * slice_bytes
+                i += 1
 
 
-@njit(nogil=True, error_model="numpy")
-def list_coming_keys(coming, rows, heads, head_begin, head_stride, slot_stride):
-    """List the K rows that `score_heads` brings to the cache: whole rows."""
-    _list_coming(coming, rows, heads, head_begin, head_stride, slot_stride, 1, 0)
-
-
-@njit(nogil=True, error_model="numpy")
-def list_coming_values(kind, coming, rows, heads, head_begin, head_stride, slot_stride, dim):
-    """List the slices of V rows that `weigh_values` brings to the cache."""
+@part
+def value_slices(kind, dim):
+    """Return into how many slices `weigh_values` cuts a row of V, and the bytes of one."""
     _, _, slice_dims, slice_bytes = _tile_constants(kind)
-    slices = max(1, dim // slice_dims)
-    _list_coming(coming, rows, heads, head_begin, head_stride, slot_stride, slices, slice_bytes)
-
-
-@njit(nogil=True, error_model="numpy")
-def coming_entries(kind, heads, dim):
-    """Return how many entries `list_coming_values` writes."""
-    _, _, slice_dims, _ = _tile_constants(kind)
-    return heads * KEYS * max(1, dim // slice_dims)
+    return np.int64(max(1, dim // slice_dims)), np.int64(slice_bytes)

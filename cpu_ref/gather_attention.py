@@ -9,17 +9,16 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
 from nbattn.cpu_ref.blocks import (
-    coming_entries,
-    list_coming_keys,
-    list_coming_values,
+    list_coming,
     number_type,
     padded,
     score_heads,
+    value_slices,
     weigh_values,
 )
+from nbattn.cpu_ref.compiling import kernel, part
 from nbattn.cpu_ref.number_formats import address_of, load_int32
 from nbattn.cpu_ref.problem import (
     K_ADDRESS,
@@ -34,14 +33,14 @@ from nbattn.cpu_ref.problem import (
     V_PAGE,
     V_SLOT,
 )
-from nbattn.cpu_ref.rows import FASTMATH, load_queries, store_rows
+from nbattn.cpu_ref.rows import load_queries, store_rows
 from nbattn.cpu_ref.tiles import KEYS, softmax_block
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import mapped_page, page_and_slot, selected_token
 from nbattn.work_list import GATHER_KV_LEN, GATHER_PAGE_BEGIN, GATHER_ROW, GATHER_STATE, LIST_BEGIN, LIST_END
 
 
-@njit(nogil=True, error_model="numpy")
+@part
 def _find_tokens(key_rows, value_rows, level, tokens, here, end, page_begin, kv_len):
     """List the K and V rows of up to `KEYS` kept tokens; return how many, and where the list goes on."""
     n = 0
@@ -61,7 +60,7 @@ def _find_tokens(key_rows, value_rows, level, tokens, here, end, page_begin, kv_
     return n, here
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+@kernel
 def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, queries, output, states):
     """Take work items until none is left.
 
@@ -83,11 +82,15 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
     q = np.zeros((num_rows + 4, padded(queries.dim)), number)
     acc = np.empty((num_rows, padded(output.dim)), number)
     s = np.zeros((KEYS, stride), number)
-    m, d_sum, alpha = np.empty(stride, number), np.empty(stride, number), np.empty(stride, number)
-    key_rows, value_rows = np.zeros((2, KEYS), np.int64), np.zeros((2, KEYS), np.int64)
+    running = np.empty((3, stride), number)
+    m, d_sum, alpha = running[0], running[1], running[2]
+    places = np.zeros((5, KEYS), np.int64)  # where rows of K and V lie: of this block and of the next
+    key_rows, value_rows, idle = places[0:2], places[2:4], places[4]
     k_coming = np.empty(heads * KEYS, np.int64)
-    v_coming = np.empty(coming_entries(kind, heads, output.dim), np.int64)
-    idle = np.full(KEYS, address_of(q), np.int64)
+    slices, slice_bytes = value_slices(kind, output.dim)
+    v_coming = np.empty(heads * KEYS * slices, np.int64)
+    for j in range(KEYS):
+        idle[j] = address_of(q)
     k_head, v_head = level[K_HEAD], level[V_HEAD]
     while True:
         task = next_task(counters, 0)
@@ -111,8 +114,8 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
                 key_rows[1 - now], value_rows[1 - now], level, tokens, here, end, page_begin, kv_len
             )
             after = 1 - now if n_next > 0 else now
-            list_coming_keys(k_coming, key_rows[after], heads, 0, k_head, level[K_SLOT])
-            list_coming_values(kind, v_coming, value_rows[after], heads, 0, v_head, level[V_SLOT], output.dim)
+            list_coming(k_coming, key_rows[after], heads, 0, k_head, level[K_SLOT], np.int64(1), np.int64(0))
+            list_coming(v_coming, value_rows[after], heads, 0, v_head, level[V_SLOT], slices, slice_bytes)
             score_heads(kind, address_of(q), q.strides[0], heads, group, address_of(key_rows[now]), k_head, queries.dim,
                         address_of(s), s.strides[0], address_of(k_coming), address_of(idle))  # fmt: skip
             softmax_block(kind, address_of(s), s.strides[0], n, padded(num_rows), address_of(m), address_of(d_sum),

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
 from nbattn.cpu_ref.blocks import number_type
+from nbattn.cpu_ref.compiling import kernel
 from nbattn.cpu_ref.number_formats import load_cache
-from nbattn.cpu_ref.rows import FASTMATH, finish_row, read_number
+from nbattn.cpu_ref.rows import finish_row, read_number
 from nbattn.cpu_ref.workers import next_task
 from nbattn.scoring import exp2, shift
 
@@ -24,7 +24,7 @@ ROWS_PER_TASK = 16
 STATES_PER_SUM = 16  # equal weights round alike, so one long float32 sum would drift by half an ulp a state
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+@kernel
 def merge_worker(kind, size, counters, num_tasks, num_heads, sources, s_code, s_unit, rows, indptr, slots, output):
     """Merge the states of rows until no task is left; a task is `ROWS_PER_TASK` rows.
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
 from nbattn.cpu_ref.blocks import (
-    coming_entries,
-    list_coming_keys,
-    list_coming_values,
+    list_coming,
     number_type,
     padded,
+    value_slices,
     weigh_values,
 )
+from nbattn.cpu_ref.compiling import kernel, part
 from nbattn.cpu_ref.number_formats import address_of, load_int32
 from nbattn.cpu_ref.problem import (
     K_ADDRESS,
@@ -32,7 +31,7 @@ from nbattn.cpu_ref.problem import (
     V_PAGE,
     V_SLOT,
 )
-from nbattn.cpu_ref.rows import FASTMATH, load_queries, store_rows
+from nbattn.cpu_ref.rows import load_queries, store_rows
 from nbattn.cpu_ref.rules import apply_rules, scores_of_block
 from nbattn.cpu_ref.tiles import KEYS, softmax_block
 from nbattn.cpu_ref.workers import next_task
@@ -52,7 +51,7 @@ from nbattn.work_list import (
 )
 
 
-@njit(nogil=True, error_model="numpy")
+@part
 def find_rows(key_rows, value_rows, dropped, level, page_begin, key, n):
     """List the K and V rows of keys ``key .. key + n`` and mark the unmapped; the rest of a block repeats the last."""
     page_size = level[PAGE_SIZE]
@@ -70,7 +69,7 @@ def find_rows(key_rows, value_rows, dropped, level, page_begin, key, n):
         for _ in range(min(page_size - slot, n - j)):
             key_rows[j] = k_page + slot * level[K_SLOT]
             value_rows[j] = v_page + slot * level[V_SLOT]
-            dropped[j] = unmapped
+            dropped[j] = np.int64(unmapped)
             slot += 1
             j += 1
         page += 1
@@ -78,11 +77,11 @@ def find_rows(key_rows, value_rows, dropped, level, page_begin, key, n):
     for rest in range(n, KEYS):
         key_rows[rest] = key_rows[n - 1]
         value_rows[rest] = value_rows[n - 1]
-        dropped[rest] = True
+        dropped[rest] = 1
     return any_dropped
 
 
-@njit(nogil=True, error_model="numpy")
+@part
 def drop_outside(s, n, first_key, first, end, rows):
     """Set the scores of keys outside each row's interval to -inf; return whether there were any."""
     outside = False
@@ -95,8 +94,10 @@ def drop_outside(s, n, first_key, first, end, rows):
     return outside
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
-def paged_worker(kind, rule_tag, counters, number_kind, tasks, work, levels, max_rows, queries, output, states, rules):
+@kernel
+def paged_worker(
+    kind, rule_tag, counters, number_kind, tasks, work, levels, max_rows, max_heads, queries, output, states, rules
+):
     """Take tasks until none is left.
 
     Parameters
@@ -106,28 +107,30 @@ def paged_worker(kind, rule_tag, counters, number_kind, tasks, work, levels, max
     counters : int64 [2]
         Next task, finished tasks.
     tasks : int32 [num_tasks, 3]
-        Work item, first KV head, KV heads; `max_rows` is the most packed rows of one.
+        Work item, first KV head, KV heads; `max_rows` and `max_heads` are the most packed rows and heads of one.
     work : int32 [num_work, columns], levels : int64 [num_levels, columns]
         The plan's work list and where each level's pages lie.
     """
     group = queries.group_size
     number = number_type(kind)
-    max_heads = np.int64(tasks[:, 2].max())
     stride = padded(max_rows + 4)  # a tile of four may write scores of up to three rows behind the last
     q = np.zeros((max_rows + 4, padded(queries.dim)), number)
     acc = np.empty((max_rows, padded(output.dim)), number)
     s = np.zeros((KEYS, stride), number)
-    m, d_sum, alpha = np.empty(stride, number), np.empty(stride, number), np.empty(stride, number)
-    first, end = np.empty(max_rows, np.int64), np.empty(max_rows, np.int64)
-    qo_head, q_row, position = np.empty(max_rows, np.int64), np.empty(max_rows, np.int64), np.empty(max_rows, np.int64)
-    key_rows, value_rows = np.empty((2, KEYS), np.int64), np.empty((2, KEYS), np.int64)
-    dropped = np.zeros((2, KEYS), np.bool_)
+    running = np.empty((3, stride), number)  # one allocation for three arrays: each compiles for a tenth of a second
+    m, d_sum, alpha = running[0], running[1], running[2]
+    of_row = np.empty((5, max_rows), np.int64)
+    first, end, qo_head, q_row, position = of_row[0], of_row[1], of_row[2], of_row[3], of_row[4]
+    places = np.empty((8, KEYS), np.int64)  # where rows of K and V lie: of this block and of the next
+    key_rows, value_rows, dropped, idle, rotated_rows = places[0:2], places[2:4], places[4:6], places[6], places[7]
     k_coming = np.empty(max_heads * KEYS, np.int64)
-    v_coming = np.empty(coming_entries(kind, max_heads, output.dim), np.int64)
-    idle = np.full(KEYS, address_of(q), np.int64)
+    slices, slice_bytes = value_slices(kind, output.dim)
+    v_coming = np.empty(max_heads * KEYS * slices, np.int64)
     rotating = rules.cos.shape[0] > 0
-    rotated = np.zeros((max_heads * KEYS if rotating else 0, padded(queries.dim)), number)
-    rotated_rows = address_of(rotated) + np.arange(KEYS) * rotated.strides[0]
+    rotated = np.empty((max_heads * KEYS if rotating else 0, padded(queries.dim)), number)
+    for j in range(KEYS):
+        idle[j] = address_of(q)
+        rotated_rows[j] = address_of(rotated) + j * rotated.strides[0]
     while True:
         task = next_task(counters, 0)
         if task >= tasks.shape[0]:
@@ -159,8 +162,8 @@ def paged_worker(kind, rule_tag, counters, number_kind, tasks, work, levels, max
             if n_next > 0:
                 find_rows(key_rows[1 - now], value_rows[1 - now], dropped[1 - now], level, page_begin, key + n, n_next)
             after = 1 - now if n_next > 0 else now
-            list_coming_keys(k_coming, key_rows[after], heads, head_begin, k_head, level[K_SLOT])
-            list_coming_values(kind, v_coming, value_rows[after], heads, head_begin, v_head, level[V_SLOT], output.dim)
+            list_coming(k_coming, key_rows[after], heads, head_begin, k_head, level[K_SLOT], np.int64(1), np.int64(0))
+            list_coming(v_coming, value_rows[after], heads, head_begin, v_head, level[V_SLOT], slices, slice_bytes)
             for j in range(KEYS):
                 key_rows[now, j] += head_begin * k_head
                 value_rows[now, j] += head_begin * v_head

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
 from nbattn.cpu_ref.blocks import padded
-from nbattn.cpu_ref.rows import FASTMATH, read_row
+from nbattn.cpu_ref.compiling import kernel
+from nbattn.cpu_ref.rows import read_row
 from nbattn.cpu_ref.workers import next_task
 from nbattn.scoring import rotate_pair
 
 ROWS_PER_TASK = 16
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+@kernel
 def prepare_worker(
     queries, num_heads, counters, num_tasks, gain, eps, cos, sin, origin, positions, interleaved, prepared
 ):
@@ -49,5 +49,6 @@ def prepare_worker(
                         for i in range(half):
                             first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
                             x[first], x[second] = rotate_pair(x[first], x[second], cos[place, i], sin[place, i])
-                prepared[row, head] = x[:dim]
+                for d in range(dim):
+                    prepared[row, head, d] = x[d]
         next_task(counters, 1)

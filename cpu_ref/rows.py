@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
+from nbattn.cpu_ref.compiling import part
 from nbattn.cpu_ref.number_formats import (
     DTYPE_CODE,
     address_of,
@@ -36,11 +36,10 @@ from nbattn.indexing import kv_head_of
 from nbattn.scoring import LOG2E, close_row, sigmoid
 
 ROW_MULTIPLE = 16  # rows of numbers are padded to whole vectors of any width
-FASTMATH = {"reassoc", "contract", "nsz", "arcp", "afn"}  # never nnan or ninf: -inf and NaN carry meaning
 _FLOAT32, _FLOAT16, _BFLOAT16 = DTYPE_CODE["float32"], DTYPE_CODE["float16"], DTYPE_CODE["bfloat16"]
 
 
-@njit(nogil=True, error_model="numpy")
+@part
 def read_number(address, code):
     """Return one number of the dtype `code`, as float64."""
     if code == _FLOAT32:
@@ -54,7 +53,7 @@ def read_number(address, code):
     return load_float64(address)
 
 
-@njit(nogil=True, error_model="numpy")
+@part
 def read_row(target, address, code, dim):
     """Copy `dim` numbers of the dtype `code` at `address` into the 1-D `target`, a row padded to whole vectors."""
     place = address_of(target)
@@ -68,7 +67,7 @@ def read_row(target, address, code, dim):
         widen_float64(address, place, dim)
 
 
-@njit(nogil=True, error_model="numpy")
+@part
 def write_row(address, code, source, dim):
     """Write the first `dim` numbers of the 1-D `source` at `address`, rounded once to the dtype `code`."""
     done = 0
@@ -91,7 +90,7 @@ def write_row(address, code, source, dim):
             store_float64(address + 8 * d, np.float64(source[d]))
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+@part
 def finish_row(output, row, qo_head, values, lse):
     """Scale, gate, round and write the normalised `values` of one row and head, and its base-2 `lse`."""
     dim = output.dim
@@ -112,7 +111,7 @@ def finish_row(output, row, qo_head, values, lse):
             store_float64(place, np.float64(lse * output.lse_unit))
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+@part
 def load_queries(queries, row_begin, row_end, head_begin, heads, packed_rows):
     """Pack query rows: widened, zero-padded, times the softmax scale and the key scale of their KV head."""
     packed = 0
@@ -131,7 +130,7 @@ def load_queries(queries, row_begin, row_end, head_begin, heads, packed_rows):
                 packed += 1
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+@part
 def store_rows(output, states, state, row_begin, row_end, head_begin, heads, acc, m, d_sum):
     """Write rows to the output if nothing else contributes to them (``state < 0``), else to their partial states."""
     packed = 0
@@ -149,6 +148,8 @@ def store_rows(output, states, state, row_begin, row_end, head_begin, heads, acc
                 if state < 0:
                     finish_row(output, row, qo_head, values, lse)
                 else:
-                    states.v[state + row - row_begin, qo_head] = values
-                    states.s[state + row - row_begin, qo_head] = lse
+                    slot = state + row - row_begin
+                    for d in range(output.dim):
+                        states.v[slot, qo_head, d] = values[d]
+                    states.s[slot, qo_head] = lse
                 packed += 1

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 from numba.extending import overload
 
 from nbattn.cpu_ref.blocks import number_type, score_heads
+from nbattn.cpu_ref.compiling import part
 from nbattn.cpu_ref.number_formats import address_of, itemsize, load_cache
-from nbattn.cpu_ref.rows import FASTMATH, read_number
+from nbattn.cpu_ref.rows import read_number
 from nbattn.cpu_ref.tiles import KEYS
 from nbattn.scoring import LOG2E, alibi_bias, rotate_pair, soft_cap
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+@part
 def _cap_scores(kind, rules, s, n, rows):
     cap = number_type(kind)(rules.soft_cap)
     for j in range(n):
@@ -23,7 +23,7 @@ def _cap_scores(kind, rules, s, n, rows):
             s[j, row] = soft_cap(s[j, row], cap)
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+@part
 def _add_alibi(kind, rules, s, n, rows, key_position, qo_head, position):
     for row in range(rows):
         slope = rules.slopes[qo_head[row]]
@@ -31,7 +31,7 @@ def _add_alibi(kind, rules, s, n, rows, key_position, qo_head, position):
             s[j, row] += alibi_bias(slope, number_type(kind)(key_position + j - position[row]))
 
 
-@njit(nogil=True, error_model="numpy")
+@part
 def _apply_mask(rules, s, n, rows, key, qo_head, q_row):
     """Add an additive mask or select with a boolean one; `key` is the first key's index in the request."""
     b, h, i, k = rules.mask_strides
@@ -51,7 +51,7 @@ def _apply_mask(rules, s, n, rows, key, qo_head, q_row):
     return dropped
 
 
-@njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
+@part
 def _rotate_keys(kind, rules, rotated, key_rows, heads, head_begin, k_head_stride, size, dim, key_position, n):
     """Scale and rotate the K rows of a block in half-split pairs into ``rotated[head * KEYS + j]``."""
     half = dim // 2
@@ -60,8 +60,8 @@ def _rotate_keys(kind, rules, rotated, key_rows, heads, head_begin, k_head_strid
         for j in range(KEYS):
             target = rotated[head * KEYS + j]
             place = key_rows[j] + head * k_head_stride
-            for d in range(dim):
-                target[d] = load_cache(kind, place + d * size)
+            for d in range(target.shape[0]):
+                target[d] = load_cache(kind, place + d * size) if d < dim else 0
             if scaled:
                 for d in range(dim):
                     target[d] *= rules.k_scale[head_begin + head, d]
@@ -77,7 +77,7 @@ def scores_of_block(rule_tag, kind, number_kind, rules, q, heads, rows, key_rows
     raise NotImplementedError("compiled code only")
 
 
-@overload(scores_of_block)
+@overload(scores_of_block, inline="always")
 def _scores_of_block(rule_tag, kind, number_kind, rules, q, heads, rows, key_rows, k_head_stride, dim, s, coming, idle,
                      rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
     size = itemsize(kind.tag)
@@ -124,9 +124,10 @@ def _apply_rules(rule_tag, kind, rules, s, n, rows, key, key_base, key_position,
         if rules.mask_address != 0:
             any_dropped = _apply_mask(rules, s, n, rows, key_base + key, qo_head, q_row)
         for j in range(n):
-            if dropped[j]:
+            if dropped[j] != 0:
                 any_dropped = True
-                s[j, :rows] = -math.inf
+                for row in range(rows):
+                    s[j, row] = -math.inf
         return any_dropped
 
     return full

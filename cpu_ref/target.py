@@ -45,8 +45,8 @@ class TaskList:
     ----------
     tasks : int32 array, shape [num_tasks, 3]
         Work item, first KV head, KV heads.
-    max_rows : int
-        Packed rows of the largest task.
+    max_rows, max_heads : int
+        Most packed rows and most KV heads of a task.
     numbers, dots : int
         Numbers read and multiply-adds of all tasks.
     """
@@ -65,7 +65,7 @@ class TaskList:
         item = np.repeat(np.arange(len(work)), per_item)
         first = np.arange(len(item)) - np.repeat(np.cumsum(per_item) - per_item, per_item)
         self.tasks = np.column_stack([item, first, heads[item]]).astype(np.int32)
-        self.max_rows = int((rows * heads).max(initial=0))
+        self.max_rows, self.max_heads = int((rows * heads).max(initial=0)), int(heads.max(initial=1))
         keys = work[:, KEY_END].astype(np.int64) - work[:, KEY_BEGIN]
         dims = self.kv.head_dim_qk + self.kv.head_dim_vo
         self.numbers = int(keys.sum()) * num_kv_heads * dims
@@ -101,7 +101,7 @@ class PagedCall:
             workers.run(
                 paged_worker, self.tags, len(tasks.tasks), _threads(self.bytes_read, tasks.dots), kind, rule_tag,
                 np.zeros(2, np.int64), number_kind, tasks.tasks, self.work_list.work,
-                np.array([_level_row(kv) for kv in kvs], np.int64), tasks.max_rows,
+                np.array([_level_row(kv) for kv in kvs], np.int64), tasks.max_rows, tasks.max_heads,
                 Queries(q.ctypes.data, *self.queries), output, states, self.rules,
             )  # fmt: skip
         _merge_splits(self.work_list, output, states)

@@ -75,17 +75,20 @@ def value_vectors(kind: str) -> int:
     return lane_count(kind) // 4
 
 
-def _value_tile(queries: int):
-    """Build the value tile of `queries` rows: slices of `value_vectors` vectors, then ragged ones."""
+def _value_tile(queries: int, select: bool = False):
+    """Build the value tile of `queries` rows: slices of `value_vectors` vectors, then ragged ones.
+
+    With `select` a weight of exactly 0 marks a dropped key, whose value is not used even if it is NaN.
+    """
 
     def codegen_for(kind):
         def codegen(context, builder, sig, args):
-            _, acc, acc_stride, p, p_stride, rows, head, n, dim, alpha, select, coming = args
+            _, acc, acc_stride, p, p_stride, rows, head, n, dim, alpha, coming = args
             lanes = Lanes(builder, kind)
             size = itemsize(kind)
             width = value_vectors(kind)
 
-            def slice_of(d, vectors, load_value, select):
+            def slice_of(d, vectors, load_value):
                 entries = lanes.add(coming, lanes.mul(d, 8 * KEYS // (width * lanes.count)))
                 here = lanes.mul(d, size)
                 place = [
@@ -120,37 +123,29 @@ def _value_tile(queries: int):
                     for at, total in zip(place[i], sums[i], strict=True):
                         lanes.store(lanes.read(total), at)
 
-            def either(d, vectors, load_value):
-                with builder.if_else(builder.icmp_signed("!=", select, lanes.const(0))) as (selecting, all_kept):
-                    with selecting:
-                        slice_of(d, vectors, load_value, True)
-                    with all_kept:
-                        slice_of(d, vectors, load_value, False)
-
             whole = builder.and_(dim, lanes.const(-width * lanes.count))
             with lanes.loop(0, whole, width * lanes.count) as (d, _):
-                either(d, width, lanes.load_cache)
+                slice_of(d, width, lanes.load_cache)
             with lanes.loop(whole, dim, lanes.count) as (d, _):
                 left = builder.sub(dim, d)
-                either(d, 1, lambda address: lanes.load_cache_up_to(address, left))
+                slice_of(d, 1, lambda address: lanes.load_cache_up_to(address, left))
             return context.get_dummy_value()
 
         return codegen
 
-    def value_tile(typingctx, kind, acc, acc_stride, p, p_stride, rows, head, n, dim, alpha, select, coming):
+    def value_tile(typingctx, kind, acc, acc_stride, p, p_stride, rows, head, n, dim, alpha, coming):
         """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j]`` over ``j < n``, ``i < queries``.
 
-        With `select` a weight of exactly 0 marks a dropped key, whose value is not used even if it is NaN.
         Row j of V starts at ``rows[j] + head``; `acc` rows are padded to whole vectors. Key j of slice c prefetches one
         slice at ``coming[c * KEYS + j]``.
         """
-        return types.void(kind, *[_BYTES] * 11), codegen_for(kind.tag)
+        return types.void(kind, *[_BYTES] * 10), codegen_for(kind.tag)
 
     return intrinsic(value_tile)
 
 
-score_tile_4, score_tile_2, score_tile_1 = (_score_tile(n) for n in (4, 2, 1))
-value_tile_4, value_tile_2, value_tile_1 = (_value_tile(n) for n in (4, 2, 1))
+score_tile_4, score_tile_1 = _score_tile(4), _score_tile(1)
+value_tile_4, value_tile_1, value_tile_1_select = _value_tile(4), _value_tile(1), _value_tile(1, select=True)
 
 
 @intrinsic
@@ -158,7 +153,7 @@ def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
     """Fold a block of scores into the running softmax of `rows` rows (a multiple of the lanes).
 
     ``new = max(m, s[:n].max(0)); alpha = 2**(m - new); p = 2**(s[:n] - new); d_sum = d_sum * alpha + p.sum(0)``
-    with p written over s and new over m. A score of -inf is a dropped key; while a row has kept none, m is -inf and p is 0.
+    with p written over s and new over m. A score of -inf is a dropped key; while a row has kept none, m is -inf, p 0.
     """
 
     def codegen(context, builder, sig, args):
