@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 import nbattn.cpu_ref.primitives  # noqa: F401  (gives page_and_slot its CPU division)
+from nbattn.cpu_ref.compiling import kernel
 from nbattn.indexing import page_and_slot
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def _copy(typingctx, target, source, num_bytes):
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel
 def _append(
     rows, row_strides, pages, page_strides, num_kv_heads, row_bytes,
     batch_indices, positions, kv_indices, kv_indptr, page_size,

@@ -47,15 +47,19 @@ class Lanes:
 
     # ---- scalars and addresses (byte addresses are i64)
     def const(self, x: int) -> ir.Constant:
+        """Return an i64 constant."""
         return ir.Constant(I64, x)
 
     def add(self, a, b):
+        """Return ``a + b`` of i64; b may be a Python int."""
         return self.builder.add(a, self.const(b) if isinstance(b, int) else b)
 
     def mul(self, a, b):
+        """Return ``a * b`` of i64; b may be a Python int."""
         return self.builder.mul(a, self.const(b) if isinstance(b, int) else b)
 
     def load_as(self, element: ir.Type, address, align: int):
+        """Load a value of an LLVM type."""
         value = self.builder.load(self.builder.inttoptr(address, ir.PointerType()), typ=element)
         value.align = align
         return value
@@ -72,12 +76,15 @@ class Lanes:
 
     # ---- memory
     def load(self, address):
+        """Load a vector of the arithmetic type."""
         return self.load_as(self.vector, address, 4)
 
     def load_splat(self, address):
+        """Load one number into all lanes."""
         return self.splat(self.load_as(self.number, address, self.bytes))
 
     def store(self, value, address, align: int = 4):
+        """Store a vector."""
         self.builder.store(value, self.builder.inttoptr(address, ir.PointerType())).align = align
 
     def load_cache(self, address):
@@ -102,18 +109,22 @@ class Lanes:
         return self.builder.icmp_signed("<", numbers, self.splat(bound))
 
     def prefetch(self, address):
+        """Bring the line of an address to L2."""
         function = self._declare("llvm.prefetch.p0", ir.VoidType(), [ir.PointerType(), I32, I32, I32])
         pointer = self.builder.inttoptr(address, ir.PointerType())
         self.builder.call(function, [pointer, ir.Constant(I32, 0), ir.Constant(I32, TO_L2), ir.Constant(I32, 1)])
 
     # ---- arithmetic
     def fma(self, a, b, c):
+        """Return ``a * b + c``, rounded once."""
         return self.builder.call(self._math("fma", 3), [a, b, c])
 
     def product(self, a, b):
+        """Return ``a * b``."""
         return self.builder.fmul(a, b, flags=ORDER_FREE)
 
     def sum(self, a, b):
+        """Return ``a + b``; LLVM may change the order of sums."""
         return self.builder.fadd(a, b, flags=ORDER_FREE)
 
     def larger(self, a, b):
@@ -174,6 +185,7 @@ class Lanes:
         return slot
 
     def read(self, slot):
+        """Return what a variable holds."""
         return self.builder.load(slot, typ=slot.allocated_type)
 
     def _math(self, name: str, arity: int):

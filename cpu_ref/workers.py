@@ -16,9 +16,11 @@ from contextlib import suppress
 from typing import Any
 
 import llvmlite.ir as ir
-from numba import njit, typeof, types
+from numba import typeof, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from nbattn.cpu_ref.compiling import kernel
 
 _SPINS = 20_000  # about 100 microseconds of waiting in compiled code before the thread yields
 
@@ -45,7 +47,7 @@ def _read(typingctx, counters, index):
     return types.int64(counters, types.intp), codegen
 
 
-@njit(nogil=True)
+@kernel
 def _wait(counters, total, spins):
     for _ in range(spins):
         if _read(counters, 1) >= total:
@@ -92,26 +94,26 @@ if hasattr(os, "register_at_fork"):
 _entries: dict[tuple, Callable[..., None]] = {}
 
 
-def entry_of(kernel: Any, key: tuple, arguments: tuple) -> Callable[..., None]:
-    """Return the compiled function of `kernel` for these arguments, whose types `key` determines.
+def entry_of(function: Any, key: tuple, arguments: tuple) -> Callable[..., None]:
+    """Return the compiled code of `function` for these arguments, whose types `key` determines.
 
     Numba looks at every argument's type at each call, which takes longer than a short kernel runs.
     """
-    entry = _entries.get((kernel, *key))
+    entry = _entries.get((function, *key))
     if entry is None:
         signature = tuple(typeof(x) for x in arguments)
-        kernel.compile(signature)
-        entry = _entries[(kernel, *key)] = kernel.overloads[signature].entry_point
+        function.compile(signature)
+        entry = _entries[(function, *key)] = function.overloads[signature].entry_point
     return entry
 
 
-def run(kernel: Any, key: tuple, num_tasks: int, num_threads: int, *arguments: Any) -> None:
-    """Run ``kernel(*arguments)`` on up to `num_threads` threads until `num_tasks` tasks are done.
+def run(function: Any, key: tuple, num_tasks: int, num_threads: int, *arguments: Any) -> None:
+    """Run ``function(*arguments)`` on up to `num_threads` threads until `num_tasks` tasks are done.
 
     The third of the arguments is ``counters``, int64[2]: next task, finished tasks. `key` names all that their types
     depend on.
     """
-    entry = entry_of(kernel, key, arguments)
+    entry = entry_of(function, key, arguments)
     threads = min(num_threads, num_tasks)
     if threads > 1:
         _team.grow(threads - 1)

@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from nbattn.cache import cache_directory, hash_of, versions_of
 from nbattn.cuda_kernels.parameters import PARAMETERS
 from nbattn.errors import TargetError
 
@@ -104,42 +104,17 @@ def cubin_for(family: str, constants: dict[str, Any], cc: ComputeCapability) -> 
     return cubin
 
 
-def cache_directory() -> Path:
-    """Return the folder of the cubin cache: ``NBATTN_CACHE_DIR``, else ``nbattn`` in the user's cache folder."""
-    chosen = os.environ.get("NBATTN_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("LOCALAPPDATA") if sys.platform == "win32" else os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "nbattn"
-
-
 def cache_key(family: str, constants: dict[str, Any], cc: ComputeCapability) -> str:
     """Return the hash of everything the cubin depends on: sources, toolchain, constants, compute capability."""
-    text = json.dumps([source_hash(), toolchain_versions(), family, sorted(constants.items()), list(cc)])
+    text = json.dumps([source_hash(), versions_of(*_TOOLCHAIN), family, sorted(constants.items()), list(cc)])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @cache
 def source_hash() -> str:
     """Return the hash of the kernels' sources and of the modules they inline."""
-    here = Path(__file__).parent
     package = Path(sys.modules["nbattn"].__file__ or "").parent
-    digest = hashlib.sha256()
-    for path in sorted(here.glob("*.py")) + [package / name for name in _SHARED_SOURCES]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-@cache
-def toolchain_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that compile; absent ones are empty."""
-    versions = {"python": ".".join(map(str, sys.version_info[:2]))}
-    for name in _TOOLCHAIN:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = ""
-    return versions
+    return hash_of(sorted(Path(__file__).parent.glob("*.py")) + [package / name for name in _SHARED_SOURCES])
 
 
 def _read(path: Path) -> Cubin | None:

@@ -71,7 +71,7 @@ def test_the_key_changes_with_everything_that_matters(monkeypatch):
     monkeypatch.setattr(compiler, "source_hash", lambda: "edited")
     assert key != compiler.cache_key("merge_states", {"vector": True}, CC)
     monkeypatch.undo()
-    monkeypatch.setattr(compiler, "toolchain_versions", lambda: {"numba-cuda": "0"})
+    monkeypatch.setattr(compiler, "versions_of", lambda *names: {"numba-cuda": "0"})
     assert key != compiler.cache_key("merge_states", {"vector": True}, CC)
 
 
