@@ -35,6 +35,13 @@ class PagedKV:
     Everything visible on the host is checked on construction. A negative page id marks an unmapped page, whose
     keys are dropped; an id beyond the cache is an error on the host and is dropped on the device. CuPy allocates no
     fp8 arrays but views them: ``cupy.zeros(shape, "uint8").view(ml_dtypes.float8_e4m3fn)``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> k = np.zeros((8, 4, 2, 16), np.float16)  # [pages, page_size, kv_heads, dim]
+    >>> PagedKV.from_block_table(k, k, np.array([[5, 3], [1, -1]]), np.array([7, 2]))
+    PagedKV(8 pages of 4 slots, 2 KV heads of 16, numpy float16; 2 requests, 9 keys)
     """
 
     k: Array

@@ -44,6 +44,16 @@ class Plan:
         What the target made of the work list: its tasks or its device buffers.
     last_call : RememberedCall or None
         The last call that used the plan, checked and ready to be repeated on the next layer's arrays.
+
+    Examples
+    --------
+    >>> import numpy as np, nbattn
+    >>> k = np.zeros((2, 8, 1, 4), np.float32)
+    >>> short, long = (nbattn.PagedKV.from_slots(k, k, np.array(lens)) for lens in ([3, 1], [8, 4]))
+    >>> plan = nbattn.plan(short, num_qo_heads=2, max_kv_len=8)
+    >>> plan.update(long)
+    >>> nbattn.paged_attention(np.ones((2, 2, 4), np.float32), long, plan=plan).shape
+    (2, 2, 4)
     """
 
     def __init__(self, levels: tuple[Any, ...], num_rows: int, rules: PlanRules, tiling: Tiling, *,
