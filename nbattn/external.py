@@ -77,7 +77,7 @@ class Tensors:
         """Return bytes as numbers of the dtype that the file names under `key`."""
         if key not in self.arrays:
             raise ContractError(f"{key}: must be in the file, since {name} holds {x.dtype.itemsize}-byte raw values.")
-        dtype = dtype_from_name(str(self.arrays[key]))
+        dtype = dtype_from_name(str(self.arrays[key]), key)
         if x.dtype == dtype:
             return x
         if x.dtype.itemsize != dtype.itemsize or x.dtype.kind not in "uiV":

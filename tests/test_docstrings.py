@@ -68,6 +68,7 @@ SHORT = (
     "reset_workspace_buffer",
     "forward_return_lse",
     "end_forward",
+    "covers",
 )  # one line says it
 
 
