@@ -12,7 +12,6 @@ from numba.extending import overload
 from nbattn.cpu_ref import primitives  # noqa: F401 - registers the CPU versions of exp2, tanh and idiv
 from nbattn.cpu_ref.compiling import inlined, part
 from nbattn.cpu_ref.lanes import lane_count
-from nbattn.cpu_ref.number_formats import itemsize
 from nbattn.cpu_ref.rows import ROW_MULTIPLE
 from nbattn.cpu_ref.tiles import (
     KEYS,
@@ -21,7 +20,6 @@ from nbattn.cpu_ref.tiles import (
     value_tile_1,
     value_tile_1_select,
     value_tile_4,
-    value_vectors,
 )
 
 
@@ -37,7 +35,7 @@ def _number_type(kind):
 
 
 def _tile_constants(kind):
-    """Return (lanes of a vector, bytes of a number, numbers and cache bytes of a slice of V)."""
+    """Return (lanes of a vector, bytes of a number)."""
     raise NotImplementedError("compiled code only")
 
 
@@ -45,8 +43,7 @@ def _tile_constants(kind):
 def _tile_constants_of(kind):
     lanes = lane_count(kind.tag)
     size = 8 if kind.tag == "float64" else 4
-    slice_dims, slice_bytes = value_vectors(kind.tag) * lanes, value_vectors(kind.tag) * lanes * itemsize(kind.tag)
-    return lambda kind: (lanes, size, slice_dims, slice_bytes)
+    return lambda kind: (lanes, size)
 
 
 @inlined
@@ -56,7 +53,7 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, s,
     `coming` lists ``heads * KEYS`` K rows of the next block, which are brought to the cache meanwhile; `idle` lists
     `KEYS` places where a prefetch costs nothing.
     """
-    lanes, size, _, _ = _tile_constants(kind)
+    lanes, size = _tile_constants(kind)
     for head in range(heads):
         ahead = coming + head * KEYS * 8
         done = 0
@@ -84,10 +81,9 @@ def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_
 
     With `select` a weight of 0 marks a dropped key, whose value is never used.
     """
-    _, size, _, _ = _tile_constants(kind)
-    slices, _ = value_slices(kind, dim)
+    _, size = _tile_constants(kind)
     for head in range(heads):
-        ahead = coming + head * slices * KEYS * 8
+        ahead = coming + head * KEYS * 8
         done = 0
         while done < rows:
             row = head * rows + done
@@ -115,21 +111,12 @@ def padded(n):
 
 
 @part
-def list_coming(coming, rows, heads, head_begin, head_stride, slot_stride, slices, slice_bytes):
-    """List the slices of the rows of some heads of `KEYS` tokens in the order in which they lie in memory."""
+def list_coming(coming, rows, heads, head_begin, head_stride, slot_stride):
+    """List the rows of some heads of `KEYS` tokens in the order in which they lie in memory."""
     by_token = head_stride <= slot_stride
     i = 0
     for outer in range(KEYS if by_token else heads):
         for inner in range(heads if by_token else KEYS):
             token, head = (outer, inner) if by_token else (inner, outer)
-            row = rows[token] + (head_begin + head) * head_stride
-            for c in range(slices):
-                coming[i] = row + c * slice_bytes
-                i += 1
-
-
-@part
-def value_slices(kind, dim):
-    """Return into how many slices `weigh_values` cuts a row of V, and the bytes of one."""
-    _, _, slice_dims, slice_bytes = _tile_constants(kind)
-    return np.int64(max(1, dim // slice_dims)), np.int64(slice_bytes)
+            coming[i] = rows[token] + (head_begin + head) * head_stride
+            i += 1

@@ -15,7 +15,6 @@ from nbattn.cpu_ref.blocks import (
     number_type,
     padded,
     score_heads,
-    value_slices,
     weigh_values,
 )
 from nbattn.cpu_ref.compiling import kernel, part
@@ -87,8 +86,7 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
     places = np.zeros((5, KEYS), np.int64)  # where rows of K and V lie: of this block and of the next
     key_rows, value_rows, idle = places[0:2], places[2:4], places[4]
     k_coming = np.empty(heads * KEYS, np.int64)
-    slices, slice_bytes = value_slices(kind, output.dim)
-    v_coming = np.empty(heads * KEYS * slices, np.int64)
+    v_coming = np.empty(heads * KEYS, np.int64)
     for j in range(KEYS):
         idle[j] = address_of(q)
     k_head, v_head = level[K_HEAD], level[V_HEAD]
@@ -114,8 +112,8 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
                 key_rows[1 - now], value_rows[1 - now], level, tokens, here, end, page_begin, kv_len
             )
             after = 1 - now if n_next > 0 else now
-            list_coming(k_coming, key_rows[after], heads, 0, k_head, level[K_SLOT], np.int64(1), np.int64(0))
-            list_coming(v_coming, value_rows[after], heads, 0, v_head, level[V_SLOT], slices, slice_bytes)
+            list_coming(k_coming, key_rows[after], heads, 0, k_head, level[K_SLOT])
+            list_coming(v_coming, value_rows[after], heads, 0, v_head, level[V_SLOT])
             score_heads(kind, address_of(q), q.strides[0], heads, group, address_of(key_rows[now]), k_head, queries.dim,
                         address_of(s), s.strides[0], address_of(k_coming), address_of(idle))  # fmt: skip
             softmax_block(kind, address_of(s), s.strides[0], n, padded(num_rows), address_of(m), address_of(d_sum),

@@ -14,7 +14,6 @@ from nbattn.cpu_ref.blocks import (
     list_coming,
     number_type,
     padded,
-    value_slices,
     weigh_values,
 )
 from nbattn.cpu_ref.compiling import kernel, part
@@ -124,8 +123,7 @@ def paged_worker(
     places = np.empty((8, KEYS), np.int64)  # where rows of K and V lie: of this block and of the next
     key_rows, value_rows, dropped, idle, rotated_rows = places[0:2], places[2:4], places[4:6], places[6], places[7]
     k_coming = np.empty(max_heads * KEYS, np.int64)
-    slices, slice_bytes = value_slices(kind, output.dim)
-    v_coming = np.empty(max_heads * KEYS * slices, np.int64)
+    v_coming = np.empty(max_heads * KEYS, np.int64)
     rotating = rules.cos.shape[0] > 0
     rotated = np.empty((max_heads * KEYS if rotating else 0, padded(queries.dim)), number)
     for j in range(KEYS):
@@ -162,8 +160,8 @@ def paged_worker(
             if n_next > 0:
                 find_rows(key_rows[1 - now], value_rows[1 - now], dropped[1 - now], level, page_begin, key + n, n_next)
             after = 1 - now if n_next > 0 else now
-            list_coming(k_coming, key_rows[after], heads, head_begin, k_head, level[K_SLOT], np.int64(1), np.int64(0))
-            list_coming(v_coming, value_rows[after], heads, head_begin, v_head, level[V_SLOT], slices, slice_bytes)
+            list_coming(k_coming, key_rows[after], heads, head_begin, k_head, level[K_SLOT])
+            list_coming(v_coming, value_rows[after], heads, head_begin, v_head, level[V_SLOT])
             for j in range(KEYS):
                 key_rows[now, j] += head_begin * k_head
                 value_rows[now, j] += head_begin * v_head

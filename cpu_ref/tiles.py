@@ -41,13 +41,12 @@ def _score_tile(queries: int):
                     for i in range(queries):
                         builder.store(lanes.fma(q_here[i], k_here, lanes.read(sums[j][i])), sums[j][i])
 
-            for j in range(keys):
-                with lanes.loop(0, lanes.mul(dim, size), LINE_BYTES) as (line, _):
-                    lanes.prefetch(lanes.add(ahead[j], line))
-            step_size = max(LINE_BYTES // size, lanes.count)
-            whole = builder.and_(dim, lanes.const(-step_size))
-            with lanes.loop(0, whole, step_size) as (d, _):
-                for part in range(0, step_size, lanes.count):
+            line = max(LINE_BYTES // size, lanes.count)  # numbers that one prefetch brings
+            whole = builder.and_(dim, lanes.const(-line))
+            with lanes.loop(0, whole, line) as (d, _):
+                for j in range(keys):  # one by one between the sums: a burst of them would be dropped
+                    lanes.prefetch(lanes.add(ahead[j], lanes.mul(d, size)))
+                for part in range(0, line, lanes.count):
                     step(lanes.add(d, part), lanes.load_cache)
             with lanes.loop(whole, dim, lanes.count) as (d, _):
                 left = builder.sub(dim, d)
@@ -89,7 +88,6 @@ def _value_tile(queries: int, select: bool = False):
             width = value_vectors(kind)
 
             def slice_of(d, vectors, load_value):
-                entries = lanes.add(coming, lanes.mul(d, 8 * KEYS // (width * lanes.count)))
                 here = lanes.mul(d, size)
                 place = [
                     [
@@ -106,10 +104,9 @@ def _value_tile(queries: int, select: bool = False):
                 with lanes.loop(0, n, 1) as (j, _):
                     entry = lanes.mul(j, 8)
                     v = lanes.add(lanes.add(lanes.load_as(I64, lanes.add(rows, entry), 8), head), here)
-                    if vectors == width:
-                        ahead = lanes.load_as(I64, lanes.add(entries, entry), 8)
-                        for line in range(0, width * lanes.count * size, LINE_BYTES):
-                            lanes.prefetch(lanes.add(ahead, line))
+                    ahead = lanes.add(lanes.load_as(I64, lanes.add(coming, entry), 8), here)
+                    for line in range(0, vectors * lanes.count * size, LINE_BYTES):
+                        lanes.prefetch(lanes.add(ahead, line))
                     values = [load_value(lanes.add(v, t * lanes.count * size)) for t in range(vectors)]
                     weights = lanes.add(p, lanes.mul(p_stride, j))
                     for i in range(queries):
@@ -136,8 +133,7 @@ def _value_tile(queries: int, select: bool = False):
     def value_tile(typingctx, kind, acc, acc_stride, p, p_stride, rows, head, n, dim, alpha, coming):
         """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j]`` over ``j < n``, ``i < queries``.
 
-        Row j of V starts at ``rows[j] + head``; `acc` rows are padded to whole vectors. Key j of slice c prefetches one
-        slice at ``coming[c * KEYS + j]``.
+        Row j of V starts at ``rows[j] + head``; `acc` rows are padded to whole vectors; prefetch ``coming[j]``.
         """
         return types.void(kind, *[_BYTES] * 10), codegen_for(kind.tag)
 
