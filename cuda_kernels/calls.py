@@ -13,7 +13,15 @@ from typing import Any
 
 from nbattn.cuda_kernels.metadata import PlanMetadata, upload_integers
 from nbattn.cuda_kernels.parameters import KINDS
-from nbattn.cuda_kernels.shapes import DECODE_ROWS, PREFILL_ROWS, head_size_class, needs_full, shared_bytes_for
+from nbattn.cuda_kernels.shapes import (
+    CHUNK_BYTES,
+    DECODE_ROWS,
+    PREFILL_ROWS,
+    head_size_class,
+    merge_team,
+    needs_full,
+    shared_bytes_for,
+)
 
 Array = Any
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
@@ -255,62 +263,26 @@ def _merge_slots(
     """Merge a plan's partial states into the rows they belong to; `lists` are the merges' rows, indptr and slots."""
     head_dim = out.shape[2]
     v, s = states
+    width = CHUNK_BYTES // 4 if packed(device, out, head_dim, CHUNK_BYTES // 4) else 1
+    lanes, groups, blocks = merge_team(num_merges * heads, head_dim, width, device.multiprocessors)
     result = _result_values(device, (0, 0), out, lse, options)
     values = (
         *(v, 0, 4 * heads * head_dim, 4 * head_dim, 4, KINDS["float32"]),
         *(s, 0, 4 * heads, 4, KINDS["float32"]),
         *lists,
-        *(num_merges, 0, heads, heads // kv_heads, head_dim),
+        *(num_merges, 0, heads, heads // kv_heads, head_dim, lanes, groups),
         *result[2:7],
         *(*result[7:10], KINDS["float32"], 1.0, result[10]),
         *result[11:],
     )
-    grid = (-(-num_merges * heads // WARPS_OF_MERGE), 1, 1)
-    device.launch("merge_states", {"vector": head_dim % 4 == 0}, grid, values)
+    device.launch("merge_states", {"vector": width > 1}, (blocks, 1, 1), values)
 
 
-def run_merge_pair(
-    device: Any, v_a: Array, s_a: Array, v_b: Array, s_b: Array, out: Array, lse: Array, mask: Array | None = None,
-    lse_base: str = "2",
-) -> None:  # fmt: skip
-    """Merge two states ``v [n, heads, dim]``, ``s [n, heads]`` into `out` and `lse`, which may be `v_a` and `s_a`.
-
-    `mask`, one byte a row (bool or uint8), contiguous: a zero leaves the row of `out` and `lse` alone.
-    """
-    rows, heads, head_dim = v_a.shape
-    states = []
-    for v, s in ((v_a, s_a), (v_b, s_b), (out, lse)):
-        states += [device.address(v), *v.strides, device.address(s), *s.strides]
-    kinds = (*(kind_of(x.dtype) for x in (v_a, v_b, out)), *(kind_of(x.dtype) for x in (s_a, s_b, lse)))
-    units = (LOG2E, LN2) if lse_base == "e" else (1.0, 1.0)
-    address = device.address(mask) if mask is not None else 0
-    values = (*states, *kinds, rows, heads, head_dim, *units, address)
-    device.launch("merge_pair", {}, (-(-rows * heads // WARPS_OF_MERGE), 1, 1), values)
-
-
-def run_merge_views(
-    device: Any, sources: list[tuple[Array, Array]], out: Array, lse: Array, lse_base: str = "2"
-) -> None:
-    """Merge equally spaced views ``(v [n, heads, dim], s [n, heads])`` of one array of states; none give 0 and -inf."""
-    rows, heads, head_dim = out.shape
-    v, s = sources[0] if sources else (out, lse)
-    steps = (0, 0)
-    if len(sources) > 1:
-        steps = tuple(device.address(b) - device.address(a) for a, b in zip(sources[0], sources[1], strict=True))
-    item = v.dtype.itemsize
-    bits = device.address(v) | steps[0] | v.strides[0] | v.strides[1]
-    vector = v.strides[2] == item and head_dim % 4 == 0 and not bits % (4 * item)
-    values = (
-        *(device.address(v), v.strides[0], steps[0], *v.strides[1:], kind_of(v.dtype)),
-        *(device.address(s), s.strides[0], steps[1], s.strides[1], kind_of(s.dtype)),
-        *(0, 0, 0, rows, len(sources), heads, 1, head_dim),
-        *(device.address(out), *out.strides, kind_of(out.dtype)),
-        *(device.address(lse), *lse.strides, kind_of(lse.dtype)),
-        *((LOG2E, LN2) if lse_base == "e" else (1.0, 1.0)),
-        *(0, 0, 1.0, 0, 0, 0, 0, 0),
-    )
-    grid = (-(-rows * heads // WARPS_OF_MERGE), 1, 1)
-    device.launch("merge_states", {"vector": vector}, grid, values)
+def packed(device: Any, array: Array, head_dim: int, width: int) -> bool:
+    """Return whether rows ``[row, head, head_dim]`` are whole chunks of `width` numbers, each aligned to its size."""
+    item = array.dtype.itemsize
+    bits = device.address(array) | array.strides[0] | array.strides[1]
+    return array.strides[2] == item and head_dim % width == 0 and bits % (width * item) == 0
 
 
 def run_prepare(

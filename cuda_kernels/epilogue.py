@@ -32,8 +32,8 @@ def normalise(m, d_sum, sinks, qo_head):
 
 
 @register_jitable
-def store_result(value, dim, row, qo_head, kv_head, result):
-    """Scale, gate and cast one number of a finished row, and store it; `result` is a `groups.Result`."""
+def finished(value, dim, row, qo_head, kv_head, result):
+    """Scale and gate one number of a row; `result` is a `groups.Result`."""
     value *= result.v_unit
     if result.v_scale != int64(0):
         value *= ptx.load_f32(result.v_scale + int64(kv_head * result.head_dim + dim) * int64(4))
@@ -41,6 +41,13 @@ def store_result(value, dim, row, qo_head, kv_head, result):
         address = result.gate + int64(row) * result.gate_row + int64(qo_head) * result.gate_head
         gate = load_number(address + int64(dim) * result.gate_dim, result.gate_kind)
         value = ptx.divide(value, exp2(gate * float32(-LOG2E)) + float32(1))  # times sigmoid(gate)
+    return value
+
+
+@register_jitable
+def store_result(value, dim, row, qo_head, kv_head, result):
+    """Scale, gate and cast one number of a finished row, and store it; `result` is a `groups.Result`."""
+    value = finished(value, dim, row, qo_head, kv_head, result)
     address = result.out + int64(row) * result.out_row + int64(qo_head) * result.out_head
     store_number(address + int64(dim) * result.out_dim, result.out_kind, value)
 

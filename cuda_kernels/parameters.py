@@ -92,6 +92,7 @@ PARAMETERS: dict[str, Parameters] = {
     i32: s_kind
     i64: merge_rows merge_indptr merge_slots   # int32; 0: row r is the merge of its num_states states
     i32: num_rows num_states num_heads group_size head_dim
+    i32: lane_bits group_bits              # log2 of a row's lanes, and of the groups of lanes that share it
     i64: out out_row out_head out_dim
     i32: out_kind
     i64: lse lse_row lse_head
@@ -128,8 +129,8 @@ PARAMETERS: dict[str, Parameters] = {
     i64: v_a v_a_row v_a_head v_a_dim s_a s_a_row s_a_head
     i64: v_b v_b_row v_b_head v_b_dim s_b s_b_row s_b_head
     i64: out out_row out_head out_dim lse lse_row lse_head   # may be v_a and s_a
-    i32: v_a_kind v_b_kind out_kind s_a_kind s_b_kind lse_kind
-    i32: num_rows num_heads head_dim
+    i32: v_kind out_kind s_kind lse_kind
+    i32: num_rows num_heads head_dim lane_bits
     f32: s_unit lse_unit
     i64: mask                              # one byte a row: a zero leaves the row as it is; 0: all rows
     """

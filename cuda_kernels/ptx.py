@@ -106,6 +106,21 @@ read_f32 = instruction("read_f32", "ld.global.f32 $0, [$1];", (f32,), (i64,), "m
 read_f64 = instruction(
     "read_f64", "{.reg .f64 t; ld.global.f64 t, [$1]; cvt.rn.f32.f64 $0, t;}", (f32,), (i64,), "memory"
 )
+read_f32_if = instruction(  # the last input, and no access, where the second is 0
+    "read_f32_if",
+    "{.reg .pred p; setp.ne.s32 p, $2, 0; mov.f32 $0, $3; @p ld.global.f32 $0, [$1];}",
+    (f32,),
+    (i64, i32, f32),
+    "memory",
+)
+read_4u32_if = instruction(  # zeros, and no access, where the second input is 0
+    "read_4u32_if",
+    "{.reg .pred p; setp.ne.s32 p, $5, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;"
+    " @p ld.global.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];}",
+    (u32, u32, u32, u32),
+    (i64, i32),
+    "memory",
+)
 read_u16 = instruction("read_u16", "{.reg .u16 t; ld.global.u16 t, [$1]; cvt.u32.u16 $0, t;}", (u32,), (i64,), "memory")
 store_f32 = instruction("store_f32", "st.global.f32 [$0], $1;", (), (i64, f32), "memory")
 store_f64 = instruction(
@@ -116,6 +131,7 @@ store_u16 = instruction(
     "store_u16", "{.reg .u16 t; cvt.u16.u32 t, $1; st.global.u16 [$0], t;}", (), (i64, u32), "memory"
 )
 store_u8 = instruction("store_u8", "{.reg .u16 t; cvt.u16.u32 t, $1; st.global.u8 [$0], t;}", (), (i64, u32), "memory")
+store_2u32 = instruction("store_2u32", "st.global.v2.u32 [$0], {$1,$2};", (), (i64, u32, u32), "memory")
 store_4u32 = instruction("store_4u32", "st.global.v4.u32 [$0], {$1,$2,$3,$4};", (), (i64, u32, u32, u32, u32), "memory")
 
 # ---- shared memory
@@ -132,6 +148,9 @@ shared_load_4u32 = instruction(
 )
 shared_store_f32 = instruction("shared_store_f32", "st.shared.f32 [$0], $1;", (), (i32, f32), "memory")
 shared_store_2f32 = instruction("shared_store_2f32", "st.shared.v2.f32 [$0], {$1,$2};", (), (i32, f32, f32), "memory")
+shared_store_4f32 = instruction(
+    "shared_store_4f32", "st.shared.v4.f32 [$0], {$1,$2,$3,$4};", (), (i32, f32, f32, f32, f32), "memory"
+)
 shared_store_u32 = instruction("shared_store_u32", "st.shared.u32 [$0], $1;", (), (i32, u32), "memory")
 copy_async = instruction(  # 16 bytes to shared memory, of which the last input (0 or 16) are read and the rest zero
     "copy_async", "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", (), (i32, i64, i32), "memory"

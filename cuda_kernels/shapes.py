@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from nbattn.errors import TargetError
 
 DECODE_ROWS, PREFILL_ROWS = 16, 64  # (query row, head) pairs of one block
 PLAIN_WARPS = 4
+MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS, PAIR_THREADS = 256, 8, 8, 128  # see merge_states and merge_pair
+CHUNK_BYTES = 16  # that a lane of a merge takes at a time, where rows are packed and aligned
+BUSY_THREADS = 1024  # of a multiprocessor, from which on rows of unknown length are merged by one group of lanes
+VERY_BUSY_THREADS = 4096  # likewise rows of many states
 LARGEST_HEAD = 8192  # of the plain path: q and four accumulators fill a multiprocessor's shared memory
 
 
@@ -36,6 +42,33 @@ def shared_bytes_for(head_dim: int) -> int:
     return 4 * (head_dim + 3 & -4) * (1 + PLAIN_WARPS) + 8 * PLAIN_WARPS
 
 
+def lane_bits(head_dim: int, width: int) -> int:
+    """Return log2 of the lanes whose chunks of `width` numbers cover a row of a merge; a warp's for longer rows."""
+    return min(5, (-(-head_dim // width) - 1).bit_length())
+
+
+def merge_team(
+    rows: int, head_dim: int, width: int, multiprocessors: int, num_states: int | None = None
+) -> tuple[int, int, int]:
+    """Return (log2 of a row's lanes, log2 of the groups of lanes that share a row's states, blocks) of a merge.
+
+    Parameters
+    ----------
+    rows : int
+        (row, head) pairs.
+    width : int
+        Numbers that a lane takes at a time.
+    num_states : int, optional
+        States of every row, if known.
+    """
+    bits = lane_bits(head_dim, width)
+    busy = BUSY_THREADS if num_states is None else VERY_BUSY_THREADS
+    few = num_states is not None and num_states <= MERGE_BATCH
+    groups = 1 if few or rows << bits >= multiprocessors * busy else MERGE_STREAMS
+    group_bits = groups.bit_length() - 1
+    return bits, group_bits, ceil(rows / (MERGE_THREADS >> (bits + group_bits)))
+
+
 def specialisations() -> list[tuple[str, dict[str, str | int | bool]]]:
     """Return every specialisation there is, as (family, constants): what tests and `warmup` go through."""
     found: list[tuple[str, dict[str, str | int | bool]]] = []
@@ -48,6 +81,7 @@ def specialisations() -> list[tuple[str, dict[str, str | int | bool]]]:
             for tile in ("decode", "prefill"):
                 for full in sorted({needs_full(cache, size, tile, features) for features in (False, True)}):
                     found.append((f"paged_{tile}", {"cache": cache, "head_dim": size, "full": full}))
-    found += [("merge_states", {"vector": vector}) for vector in (False, True)]
+    for vector in (False, True):
+        found += [("merge_states", {"vector": vector}), ("merge_pair", {"vector": vector})]
     found += [("append_rows", {"unit": unit}) for unit in (1, 2, 4, 16)]
-    return [*found, ("merge_pair", {}), ("prepare_query", {})]
+    return [*found, ("prepare_query", {})]

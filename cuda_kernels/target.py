@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nbattn.arrays import Array, dtype_name
-from nbattn.cuda_kernels import calls
+from nbattn.cuda_kernels import calls, merge_calls
 from nbattn.cuda_kernels.calls import AttentionOptions
 from nbattn.cuda_kernels.device import Device
 from nbattn.cuda_kernels.metadata import PlanMetadata, Room
@@ -145,9 +145,9 @@ def run_merge(
     if len(sources) == 2:
         (v_a, s_a), (v_b, s_b) = sources
         rows = None if mask is None else device.as_bytes(mask)
-        calls.run_merge_pair(device, v_a, s_a, v_b, s_b, v, s, rows, lse_base)
+        merge_calls.run_merge_pair(device, v_a, s_a, v_b, s_b, v, s, rows, lse_base)
     else:
-        calls.run_merge_views(device, sources, v, s, lse_base)
+        merge_calls.run_merge_views(device, sources, v, s, lse_base)
 
 
 def _settings(device: Any, problem: Problem, planes: Any, origin: int) -> tuple[AttentionOptions, Array | None]:

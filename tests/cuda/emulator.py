@@ -264,12 +264,17 @@ def _stand_ins() -> dict[str, Callable]:
         "load_2u32": _reader(memory, np.uint32, 2),
         "load_2f32": _reader(memory, np.float32, 2),
         "shared_load_4u32": _reader(shared, np.uint32, 4),
+        "store_2u32": _writer(memory, np.uint32),
         "store_4u32": _writer(memory, np.uint32),
         "shared_store_2f32": _writer(shared, np.float32),
+        "shared_store_4f32": _writer(shared, np.float32),
     }
     load_f64, store_f64 = _reader(memory, np.float64), _writer(memory, np.float64)
     found["load_f64"] = found["read_f64"] = lambda address: np.float32(load_f64(address))
     found["store_f64"] = lambda address, value: store_f64(address, np.float64(value))
+    four, number = _reader(memory, np.uint32, 4), _reader(memory, np.float32)
+    found["read_4u32_if"] = lambda address, wanted: four(address) if wanted else (0, 0, 0, 0)
+    found["read_f32_if"] = lambda address, wanted, otherwise: number(address) if wanted else np.float32(otherwise)
     for n in range(4):
         found[f"wait_copies_{n}"] = _wait(n)
     dtypes = {"i32": np.int32, "i64": np.int64, "u32": np.uint32, "u16": np.uint16, "u8": np.uint8, "f32": np.float32}

@@ -44,10 +44,10 @@ def test_the_lint_sees_faults():
 def test_a_filled_cache_compiles_nothing(caplog):
     before = compiler.counters.compiled
     with caplog.at_level(logging.INFO, logger="nbattn"):
-        first = compiler.cubin_for("merge_pair", {}, CC)
+        first = compiler.cubin_for("merge_pair", {"vector": True}, CC)
         assert compiler.counters.compiled == before + 1
         assert [r.message.split()[0] for r in caplog.records] == ["compiling", "compiled"]
-        again = compiler.cubin_for("merge_pair", {}, CC)
+        again = compiler.cubin_for("merge_pair", {"vector": True}, CC)
     assert compiler.counters.compiled == before + 1
     assert again == first
     assert first.image[:4] == b"\x7fELF"
@@ -55,7 +55,7 @@ def test_a_filled_cache_compiles_nothing(caplog):
     script = (
         "import sys, nbattn\n"
         "from nbattn.cuda_kernels import compile as c, target\n"
-        "c.cubin_for('merge_pair', {}, (9, 0))\n"
+        "c.cubin_for('merge_pair', {'vector': True}, (9, 0))\n"
         "print(c.counters.compiled, c.counters.loaded, 'numba.cuda' in sys.modules, 'cupy' in sys.modules)"
     )
     command = [sys.executable, "-c", script]
@@ -76,12 +76,12 @@ def test_the_key_changes_with_everything_that_matters(monkeypatch):
 
 
 def test_a_damaged_cache_entry_is_compiled_anew():
-    first = compiler.cubin_for("merge_pair", {}, CC)
+    first = compiler.cubin_for("merge_pair", {"vector": True}, CC)
     (path,) = compiler.cache_directory().glob("*.cubin")
     for damage in (b"", path.read_bytes()[:200], b"something else"):
         path.write_bytes(damage)
         before = compiler.counters.compiled
-        again = compiler.cubin_for("merge_pair", {}, CC)
+        again = compiler.cubin_for("merge_pair", {"vector": True}, CC)
         assert compiler.counters.compiled == before + 1
         assert (again.name, again.threads, again.image[:4]) == (first.name, first.threads, first.image[:4])
 
@@ -90,5 +90,5 @@ def test_an_unwritable_cache_is_reported(monkeypatch, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NBATTN_CACHE_DIR", str(tmp_path / "file" / "below"))
     with caplog.at_level(logging.WARNING, logger="nbattn"):
-        assert compiler.cubin_for("merge_pair", {}, CC).image
+        assert compiler.cubin_for("merge_pair", {"vector": True}, CC).image
     assert "cannot be written" in caplog.text

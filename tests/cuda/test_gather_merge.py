@@ -8,7 +8,7 @@ from small_problems import numbers, poisoned_cache
 
 import nbattn
 from nbattn import oracle, testing
-from nbattn.cuda_kernels import append_kv, calls
+from nbattn.cuda_kernels import append_kv, calls, shapes
 
 GATHERS = [
     # kv_lens, width, counts, q dtype, cache dtype, (qo, kv) heads, (qk, vo) sizes, split
@@ -43,7 +43,7 @@ def test_gather_matches_the_oracle(case, lent):
     assert ("gather_plain" if plain else "gather_attention") in {family for family, _ in lent.launched}
 
 
-@pytest.mark.parametrize(("dtype", "dim"), [("float32", 128), ("bfloat16", 36), ("float16", 7)])
+@pytest.mark.parametrize(("dtype", "dim"), [("float32", 128), ("bfloat16", 40), ("float16", 7)])
 @pytest.mark.parametrize("states", [0, 1, 3, 35])
 def test_merge_states_matches_the_oracle(dtype, dim, states, lent):
     rng = np.random.default_rng(states)
@@ -58,11 +58,22 @@ def test_merge_states_matches_the_oracle(dtype, dim, states, lent):
         testing.assert_close(result, testing.expect(oracle.merge_states, v, s, lse_base=base))
 
 
-@pytest.mark.parametrize("lse_dtype", [np.float32, np.float64])
-def test_merge_of_two_and_in_place(lse_dtype, lent):
+@pytest.mark.parametrize("dim", [13, 264])  # the second: more than a warp's chunks
+def test_merged_bits_do_not_depend_on_how_the_work_is_shared(dim, lent, monkeypatch):
+    rng = np.random.default_rng(6)
+    v, s = numbers(rng, (2, 75, 1, dim), "bfloat16"), (4 * rng.standard_normal((2, 75, 1))).astype(np.float32)
+    shared = nbattn.merge_states(v, s)
+    monkeypatch.setattr(shapes, "VERY_BUSY_THREADS", 0)
+    alone = nbattn.merge_states(v, s)
+    np.testing.assert_array_equal(alone[0].view(np.uint16), shared[0].view(np.uint16))
+    np.testing.assert_array_equal(alone[1], shared[1])
+    testing.assert_close(alone, testing.expect(oracle.merge_states, v, s))
+
+
+@pytest.mark.parametrize(("lse_dtype", "dim"), [(np.float32, 24), (np.float32, 20), (np.float64, 24)])
+def test_merge_of_two_and_in_place(lse_dtype, dim, lent):
     rng = np.random.default_rng(2)
-    v_a, v_b = numbers(rng, (5, 3, 20), "bfloat16"), numbers(rng, (5, 3, 40), "bfloat16")[..., ::2]
-    v_b = np.ascontiguousarray(v_b)
+    v_a, v_b = numbers(rng, (5, 3, dim), "bfloat16"), numbers(rng, (5, 3, dim), "bfloat16")
     s_a, s_b = rng.standard_normal((2, 5, 3)).astype(lse_dtype)
     s_a[0], v_a[0] = -np.inf, np.nan
     s_b[1], v_b[1] = -np.inf, np.nan

@@ -1,0 +1,140 @@
+"""Neighbouring numbers of a lane: 16 bytes where memory is packed and aligned, one number where it is not.
+
+Merges read, weigh and write whole rows, so this is all that they do with values. Loads are coherent, because a merge in
+place writes where it has read.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from numba.cuda import float32, int32, uint32
+from numba.extending import register_jitable
+
+from nbattn.cuda_kernels import ptx
+from nbattn.cuda_kernels.formats import BF16, F32, F64, store_number, unpack_bf16
+
+
+def make_chunk(vector: bool, count: int) -> SimpleNamespace:
+    """Return the steps of a lane that takes one chunk of each of `count` rows.
+
+    Parameters
+    ----------
+    vector : bool
+        Chunks of 16 bytes, and float32 log-sum-exps; else one number of any kind at any stride.
+    count : int
+        Rows whose chunks are held together, `WORDS` words each.
+
+    Returns
+    -------
+    namespace
+        ``WIDTH``, the most numbers of a chunk, and ``WORDS``; ``width(kind)``, its numbers; ``load(words, at, address,
+        kind, wanted)``; ``load_lse(address, kind, wanted)``, -inf if not wanted; ``add(value, words, weight, kind)``,
+        the weighted sum of the rows; ``store(address, kind, value, v_kind)``.
+    """
+    if vector:
+        return SimpleNamespace(
+            WIDTH=8, WORDS=4, width=_width, load=_load, load_lse=_load_lse, add=_make_add(count), store=_store
+        )
+
+    @register_jitable
+    def add_one(value, words, weight, kind):
+        for j in range(count):
+            if weight[j] != float32(0):
+                value[0] += weight[j] * ptx.bits_float(words[j])
+
+    return SimpleNamespace(
+        WIDTH=1, WORDS=1, width=_one, load=_load_one, load_lse=_load_any_lse, add=add_one, store=_store_one
+    )
+
+
+@register_jitable
+def _width(kind):
+    return int32(4) if kind == F32 else int32(8)
+
+
+@register_jitable
+def _load(words, at, address, kind, wanted):
+    """Read 16 bytes into four words from `at` on; zeros, and no access, if not `wanted`."""
+    words[at], words[at + 1], words[at + 2], words[at + 3] = ptx.read_4u32_if(address, wanted)
+
+
+@register_jitable
+def _load_lse(address, kind, wanted):
+    return ptx.read_f32_if(address, wanted, float32(-float("inf")))
+
+
+def _make_add(count: int):
+    @register_jitable
+    def add(value, words, weight, kind):
+        """Add the weighted rows; a weight of 0 selects the row away."""
+        if kind == F32:
+            for j in range(count):
+                for i in range(4):
+                    if weight[j] != float32(0):
+                        value[i] += weight[j] * ptx.bits_float(words[4 * j + i])
+        elif kind == BF16:
+            for j in range(count):
+                for i in range(4):
+                    x, y = unpack_bf16(words[4 * j + i])
+                    if weight[j] != float32(0):
+                        value[2 * i] += weight[j] * x
+                        value[2 * i + 1] += weight[j] * y
+        else:
+            for j in range(count):
+                for i in range(4):
+                    x, y = ptx.unpack_f16(words[4 * j + i])
+                    if weight[j] != float32(0):
+                        value[2 * i] += weight[j] * x
+                        value[2 * i + 1] += weight[j] * y
+
+    return add
+
+
+@register_jitable
+def _pair(kind, x, y):
+    """Round two numbers to 16 bits."""
+    return ptx.pack_bf16(x, y) if kind == BF16 else ptx.pack_f16(x, y)
+
+
+@register_jitable
+def _store(address, kind, value, v_kind):
+    """Round a chunk of numbers that were of `v_kind` to `kind` and write it; it is aligned to its own size."""
+    if kind == F32:  # then v_kind is too
+        ptx.store_4u32(address, ptx.float_bits(value[0]), ptx.float_bits(value[1]), ptx.float_bits(value[2]),
+                       ptx.float_bits(value[3]))  # fmt: skip
+    elif v_kind == F32:
+        ptx.store_2u32(address, _pair(kind, value[0], value[1]), _pair(kind, value[2], value[3]))
+    else:
+        ptx.store_4u32(address, _pair(kind, value[0], value[1]), _pair(kind, value[2], value[3]),
+                       _pair(kind, value[4], value[5]), _pair(kind, value[6], value[7]))  # fmt: skip
+
+
+@register_jitable
+def _one(kind):
+    return int32(1)
+
+
+@register_jitable
+def _load_one(words, at, address, kind, wanted):
+    words[at] = uint32(0)
+    if wanted:
+        if kind == F32:
+            words[at] = ptx.float_bits(ptx.read_f32(address))
+        elif kind == BF16:
+            words[at] = ptx.read_u16(address) << uint32(16)
+        else:
+            low, _ = ptx.unpack_f16(ptx.read_u16(address))
+            words[at] = ptx.float_bits(low)
+
+
+@register_jitable
+def _load_any_lse(address, kind, wanted):
+    if kind == F64:
+        return ptx.read_f64(address) if wanted else float32(-float("inf"))
+    return ptx.read_f32_if(address, wanted, float32(-float("inf")))
+
+
+@register_jitable
+def _store_one(address, kind, value, v_kind):
+    store_number(address, kind, value[0])
