@@ -11,10 +11,13 @@ from numba.extending import overload
 
 from nbattn.cpu_ref import primitives  # noqa: F401 - registers the CPU versions of exp2, tanh and idiv
 from nbattn.cpu_ref.compiling import inlined, part
-from nbattn.cpu_ref.lanes import lane_count
+from nbattn.cpu_ref.lanes import lane_count, uses_dot
+from nbattn.cpu_ref.number_formats import address_of
+from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.rows import ROW_MULTIPLE
 from nbattn.cpu_ref.tiles import (
     KEYS,
+    pack_weights,
     score_tile_1,
     score_tile_4,
     value_tile_1,
@@ -47,8 +50,8 @@ def _tile_constants_of(kind):
 
 
 @inlined
-def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, s, s_stride, coming, idle):
-    """Fill ``s[j, row]`` with ``q[row] @ k[j]`` for the `KEYS` keys of a block and all packed rows.
+def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, scale, s, s_stride, coming, idle):
+    """Fill ``s[j, row]`` with ``scale * q[row] @ k[j]`` for the `KEYS` keys of a block and all packed rows.
 
     `coming` lists ``heads * KEYS`` K rows of the next block, which are brought to the cache meanwhile; `idle` lists
     `KEYS` places where a prefetch costs nothing.
@@ -64,12 +67,12 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, s,
             if left > 1:  # fewer than four rows: the others are the next head's, written again later, or padding
                 for j in range(0, KEYS, lanes // 4):
                     score_tile_4(kind, q_here, q_stride, key_rows + 8 * j, head * k_head_stride, dim,
-                                 s + j * s_stride + row * size, s_stride, ahead + 8 * j)  # fmt: skip
+                                 scale, s + j * s_stride + row * size, s_stride, ahead + 8 * j)  # fmt: skip
                 done += 4
             else:
                 for j in range(0, KEYS, lanes):
                     score_tile_1(kind, q_here, q_stride, key_rows + 8 * j, head * k_head_stride, dim,
-                                 s + j * s_stride + row * size, s_stride, ahead + 8 * j)  # fmt: skip
+                                 scale, s + j * s_stride + row * size, s_stride, ahead + 8 * j)  # fmt: skip
                 done += 1
             ahead = idle
 
@@ -82,6 +85,8 @@ def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_
     With `select` a weight of 0 marks a dropped key, whose value is never used.
     """
     _, size = _tile_constants(kind)
+    if select == 0:
+        pack_weights(kind, p, p_stride, n, padded(heads * rows))
     for head in range(heads):
         ahead = coming + head * KEYS * 8
         done = 0
@@ -120,3 +125,33 @@ def list_coming(coming, rows, heads, head_begin, head_stride, slot_stride):
             token, head = (outer, inner) if by_token else (inner, outer)
             coming[i] = rows[token] + (head_begin + head) * head_stride
             i += 1
+
+
+def query_bits(kind, rows, dim):
+    """Return the array that `query_operand` fills, zeros; without rows for a kind that multiplies float32."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(query_bits)
+def _query_bits(kind, rows, dim):
+    if uses_dot(kind.tag):
+        return lambda kind, rows, dim: np.zeros((rows, 2 * padded((dim + 1) // 2)), np.uint16)
+    return lambda kind, rows, dim: np.zeros((0, 0), np.uint16)
+
+
+def query_operand(kind, q, bits, rows, dim):
+    """Return address and stride of the first `rows` of `q` as the score tiles of a cache kind take them."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(query_operand)
+def _query_operand(kind, q, bits, rows, dim):
+    def rounded(kind, q, bits, rows, dim):
+        for row in range(rows):
+            narrow_bfloat16(address_of(q[row]), address_of(bits[row]), padded(dim))
+        return address_of(bits), bits.strides[0]
+
+    def as_it_is(kind, q, bits, rows, dim):
+        return address_of(q), q.strides[0]
+
+    return rounded if uses_dot(kind.tag) else as_it_is

@@ -14,6 +14,8 @@ from nbattn.cpu_ref.blocks import (
     list_coming,
     number_type,
     padded,
+    query_bits,
+    query_operand,
     score_heads,
     weigh_values,
 )
@@ -79,6 +81,7 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
     num_rows = heads * group
     stride = padded(num_rows + 4)
     q = np.zeros((num_rows + 4, padded(queries.dim)), number)
+    bits = query_bits(kind, num_rows + 4, queries.dim)
     acc = np.empty((num_rows, padded(output.dim)), number)
     s = np.zeros((KEYS, stride), number)
     running = np.empty((3, stride), number)
@@ -102,6 +105,7 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
         )
         tokens, end = token_indices[row], np.int64(item[LIST_END])
         load_queries(queries, row, row + 1, 0, heads, q)
+        operand = query_operand(kind, q, bits, num_rows, queries.dim)
         m[:], d_sum[:], acc[:] = -math.inf, 0, 0
         n, here = _find_tokens(
             key_rows[0], value_rows[0], level, tokens, np.int64(item[LIST_BEGIN]), end, page_begin, kv_len
@@ -114,8 +118,8 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
             after = 1 - now if n_next > 0 else now
             list_coming(k_coming, key_rows[after], heads, 0, k_head, level[K_SLOT])
             list_coming(v_coming, value_rows[after], heads, 0, v_head, level[V_SLOT])
-            score_heads(kind, address_of(q), q.strides[0], heads, group, address_of(key_rows[now]), k_head, queries.dim,
-                        address_of(s), s.strides[0], address_of(k_coming), address_of(idle))  # fmt: skip
+            score_heads(kind, operand[0], operand[1], heads, group, address_of(key_rows[now]), k_head, queries.dim,
+                        queries.scale, address_of(s), s.strides[0], address_of(k_coming), address_of(idle))  # fmt: skip
             softmax_block(kind, address_of(s), s.strides[0], n, padded(num_rows), address_of(m), address_of(d_sum),
                           address_of(alpha))  # fmt: skip
             weigh_values(kind, address_of(acc), acc.strides[0], heads, group, address_of(s), s.strides[0],

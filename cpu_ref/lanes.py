@@ -10,23 +10,45 @@ import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba.core import cgutils, config
 
-from nbattn.cpu_ref.number_formats import DOUBLE, ELEMENT, FLOAT, I1, I32, I64, widen
+from nbattn.cpu_ref.number_formats import DOUBLE, ELEMENT, FLOAT, I1, I16, I32, I64, widen
 from nbattn.cpu_ref.primitives import EXP2_FLOAT32, EXP2_FLOAT64
 
 ORDER_FREE = ("nsz", "contract", "arcp", "afn", "reassoc")  # never nnan or ninf: -inf and NaN carry meaning
 TO_L2 = 2  # llvm.prefetch locality; measured: 3 is no better than no prefetch
 
 
+def cpu_features() -> str:
+    """Return the features of the CPU that Numba compiles for."""
+    if config.CPU_NAME == "generic" or config.CPU_FEATURES is not None:
+        return config.CPU_FEATURES or ""
+    return llvm.get_host_cpu_features().flatten()
+
+
 def register_bytes() -> int:
     """Return the vector register width of the CPU that Numba compiles for."""
-    if config.CPU_NAME == "generic" or config.CPU_FEATURES is not None:
-        features = config.CPU_FEATURES or ""
-    else:
-        features = llvm.get_host_cpu_features().flatten()
-    return 64 if "+avx512f" in features else 32
+    return 64 if "+avx512f" in cpu_features() else 32
 
 
 REGISTER_BYTES = register_bytes()
+BFLOAT16_DOT = REGISTER_BYTES == 64 and "+avx512bf16" in cpu_features()  # two bfloat16 products a lane and instruction
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not know; used for the operands of the dot product alone."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+def uses_dot(kind: str) -> bool:
+    """Return whether products with a cache of this kind are taken in pairs of bfloat16, without widening it."""
+    return kind == "bfloat16" and BFLOAT16_DOT
 
 
 def lane_count(kind: str) -> int:
@@ -35,15 +57,22 @@ def lane_count(kind: str) -> int:
 
 
 class Lanes:
-    """Emits vector code for one cache kind at the builder's position."""
+    """Emits vector code for one cache kind at the builder's position.
 
-    def __init__(self, builder: ir.IRBuilder, kind: str):
-        self.builder, self.kind = builder, kind
+    With `dot`, queries and weights are pairs of bfloat16 and are multiplied with the cache as it lies in memory.
+    """
+
+    def __init__(self, builder: ir.IRBuilder, kind: str, dot: bool = False):
+        self.builder, self.kind, self.dot = builder, kind, dot
         self.number = DOUBLE if kind == "float64" else FLOAT  # type of the arithmetic
         self.bytes = 8 if kind == "float64" else 4
         self.count = lane_count(kind)
         self.vector = ir.VectorType(self.number, self.count)
         self.integer = ir.IntType(8 * self.bytes)
+        self.words = ir.VectorType(I16, 2 * self.count)  # 2 * count bfloat16 by their bits
+        self.pairs = ir.VectorType(_BFloat(), 2 * self.count)
+        self.step = 2 * self.count if dot else self.count  # numbers of a row that one multiplication takes
+        self.query_bytes = 2 if dot else self.bytes
 
     # ---- scalars and addresses (byte addresses are i64)
     def const(self, x: int) -> ir.Constant:
@@ -79,6 +108,12 @@ class Lanes:
         """Load a vector of the arithmetic type."""
         return self.load_as(self.vector, address, 4)
 
+    def load_weight(self, address):
+        """Load one weight, or with `dot` the pair of weights of two keys, into all lanes."""
+        if not self.dot:
+            return self.load_splat(address)
+        return self.builder.bitcast(self.splat(self.load_as(I32, address, 4)), self.pairs)
+
     def load_splat(self, address):
         """Load one number into all lanes."""
         return self.splat(self.load_as(self.number, address, self.bytes))
@@ -95,18 +130,29 @@ class Lanes:
     def load_cache_up_to(self, address, remaining):
         """Load ``min(remaining, count)`` cache elements, 0 in the other lanes, without touching memory behind them."""
         element = ir.VectorType(ELEMENT[self.kind], self.count)
-        flags = ir.VectorType(I1, self.count)
-        name = "llvm.masked.load." + _suffix(element) + ".p0"
-        function = self._declare(name, element, [ir.PointerType(), I32, flags, element])
-        pointer = self.builder.inttoptr(address, ir.PointerType())
-        zero = ir.Constant(element, None)
-        mask = self.lanes_below(remaining)
-        return widen(self.builder, self.kind, self.builder.call(function, [pointer, ir.Constant(I32, 1), mask, zero]))
+        return widen(self.builder, self.kind, self._masked_load(element, address, remaining))
 
-    def lanes_below(self, bound):
-        """Return the mask of lanes whose number is below the i64 `bound`."""
-        numbers = ir.Constant(ir.VectorType(I64, self.count), list(range(self.count)))
-        return self.builder.icmp_signed("<", numbers, self.splat(bound))
+    def load_words(self, address):
+        """Load ``2 * count`` bfloat16 by their bits."""
+        return self.load_as(self.words, address, 1)
+
+    def load_words_up_to(self, address, remaining):
+        """Load ``min(remaining, 2 * count)`` bfloat16, 0 in the other places."""
+        return self._masked_load(self.words, address, remaining)
+
+    def load_query(self, address):
+        """Load the query's operand of one multiplication."""
+        return self.builder.bitcast(self.load_words(address), self.pairs) if self.dot else self.load(address)
+
+    def load_key(self, address):
+        """Load the cache's operand of one multiplication."""
+        return self.builder.bitcast(self.load_words(address), self.pairs) if self.dot else self.load_cache(address)
+
+    def load_key_up_to(self, address, remaining):
+        """Load the cache's operand of the last multiplication of a row."""
+        if self.dot:
+            return self.builder.bitcast(self.load_words_up_to(address, remaining), self.pairs)
+        return self.load_cache_up_to(address, remaining)
 
     def prefetch(self, address):
         """Bring the line of an address to L2."""
@@ -115,6 +161,22 @@ class Lanes:
         self.builder.call(function, [pointer, ir.Constant(I32, 0), ir.Constant(I32, TO_L2), ir.Constant(I32, 1)])
 
     # ---- arithmetic
+    def multiply_add(self, a, b, c):
+        """Add the products of two operands to the sums `c`."""
+        if not self.dot:
+            return self.fma(a, b, c)
+        function = self._declare("llvm.x86.avx512bf16.dpbf16ps.512", self.vector, [self.vector, self.pairs, self.pairs])
+        return self.builder.call(function, [c, a, b])
+
+    def interleave(self, x, y):
+        """Return the pairs ``x[i], y[i]`` of two vectors of words, `count` of them a result."""
+        length = x.type.count
+        order = [i for j in range(length) for i in (j, length + j)]
+        shape = ir.VectorType(I32, 2 * self.count)
+        parts = [order[first : first + 2 * self.count] for first in range(0, 2 * length, 2 * self.count)]
+        shuffled = [self.builder.shuffle_vector(x, y, ir.Constant(shape, part)) for part in parts]
+        return [self.builder.bitcast(words, self.pairs) for words in shuffled]
+
     def fma(self, a, b, c):
         """Return ``a * b + c``, rounded once."""
         return self.builder.call(self._math("fma", 3), [a, b, c])
@@ -187,6 +249,20 @@ class Lanes:
     def read(self, slot):
         """Return what a variable holds."""
         return self.builder.load(slot, typ=slot.allocated_type)
+
+    def _masked_load(self, shape: ir.VectorType, address, remaining):
+        """Load the first `remaining` elements of a vector, 0 in the other places."""
+        flags = ir.VectorType(I1, shape.count)
+        numbers = ir.Constant(ir.VectorType(I64, shape.count), list(range(shape.count)))
+        undefined = ir.Constant(ir.VectorType(I64, shape.count), ir.Undefined)
+        first = self.builder.insert_element(undefined, remaining, ir.Constant(I32, 0))
+        zeros = ir.Constant(ir.VectorType(I32, shape.count), None)
+        bound = self.builder.shuffle_vector(first, undefined, zeros)
+        mask = self.builder.icmp_signed("<", numbers, bound)
+        name = "llvm.masked.load." + _suffix(shape) + ".p0"
+        function = self._declare(name, shape, [ir.PointerType(), I32, flags, shape])
+        pointer = self.builder.inttoptr(address, ir.PointerType())
+        return self.builder.call(function, [pointer, ir.Constant(I32, 1), mask, ir.Constant(shape, None)])
 
     def _math(self, name: str, arity: int):
         full = f"llvm.{name}.{_suffix(self.vector)}"

@@ -14,6 +14,8 @@ from nbattn.cpu_ref.blocks import (
     list_coming,
     number_type,
     padded,
+    query_bits,
+    query_operand,
     weigh_values,
 )
 from nbattn.cpu_ref.compiling import kernel, part
@@ -114,6 +116,7 @@ def paged_worker(
     number = number_type(kind)
     stride = padded(max_rows + 4)  # a tile of four may write scores of up to three rows behind the last
     q = np.zeros((max_rows + 4, padded(queries.dim)), number)
+    bits = query_bits(kind, max_rows + 4, queries.dim)
     acc = np.empty((max_rows, padded(output.dim)), number)
     s = np.zeros((KEYS, stride), number)
     running = np.empty((3, stride), number)  # one allocation for three arrays: each compiles for a tenth of a second
@@ -142,6 +145,7 @@ def paged_worker(
         tokens = row_end - row_begin
         rows = tokens * group
         load_queries(queries, row_begin, row_end, head_begin, heads, q)
+        operand = query_operand(kind, q, bits, heads * rows, queries.dim)
         m[:], d_sum[:], acc[:] = -math.inf, 0, 0
         s[:, heads * rows :] = 0
         for packed in range(heads * rows):
@@ -165,8 +169,9 @@ def paged_worker(
             for j in range(KEYS):
                 key_rows[now, j] += head_begin * k_head
                 value_rows[now, j] += head_begin * v_head
-            scores_of_block(rule_tag, kind, number_kind, rules, q, heads, rows, key_rows[now], k_head, queries.dim, s,
-                            k_coming, idle, rotated, rotated_rows, head_begin, key_position + key, n)  # fmt: skip
+            scores_of_block(rule_tag, kind, number_kind, rules, q, operand, heads, rows, key_rows[now], k_head,
+                            queries.dim, queries.scale, s, k_coming, idle, rotated, rotated_rows, head_begin,
+                            key_position + key, n)  # fmt: skip
             select = apply_rules(rule_tag, kind, rules, s, n, heads * rows, key, key_base, key_position, dropped[now],
                                  qo_head, q_row, position)  # fmt: skip
             select |= drop_outside(s, n, key, first, end, heads * rows)

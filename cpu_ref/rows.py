@@ -113,7 +113,7 @@ def finish_row(output, row, qo_head, values, lse):
 
 @part
 def load_queries(queries, row_begin, row_end, head_begin, heads, packed_rows):
-    """Pack query rows: widened, zero-padded, times the softmax scale and the key scale of their KV head."""
+    """Pack query rows: widened, zero-padded, times the key scale of their KV head."""
     packed = 0
     for head in range(head_begin, head_begin + heads):
         for row in range(row_begin, row_end):
@@ -125,8 +125,6 @@ def load_queries(queries, row_begin, row_end, head_begin, heads, packed_rows):
                 if queries.k_scale.shape[0] > 0:
                     for d in range(queries.dim):
                         target[d] *= queries.k_scale[head, d]
-                for d in range(queries.dim):
-                    target[d] *= queries.scale
                 packed += 1
 
 

@@ -71,31 +71,31 @@ def _rotate_keys(kind, rules, rotated, key_rows, heads, head_begin, k_head_strid
                 target[d], target[d + half] = rotate_pair(target[d], target[d + half], cos[d], sin[d])
 
 
-def scores_of_block(rule_tag, kind, number_kind, rules, q, heads, rows, key_rows, k_head_stride, dim, s, coming, idle,
-                    rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
+def scores_of_block(rule_tag, kind, number_kind, rules, q, operand, heads, rows, key_rows, k_head_stride, dim, scale, s,
+                    coming, idle, rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
     """Fill ``s[j, row]`` with the raw scores of a block; with `FULL` rules keys may be rotated first."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(scores_of_block, inline="always")
-def _scores_of_block(rule_tag, kind, number_kind, rules, q, heads, rows, key_rows, k_head_stride, dim, s, coming, idle,
-                     rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
+def _scores_of_block(rule_tag, kind, number_kind, rules, q, operand, heads, rows, key_rows, k_head_stride, dim, scale,
+                     s, coming, idle, rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
     size = itemsize(kind.tag)
 
-    def plain(rule_tag, kind, number_kind, rules, q, heads, rows, key_rows, k_head_stride, dim, s, coming, idle,
-              rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
-        score_heads(kind, address_of(q), q.strides[0], heads, rows, address_of(key_rows), k_head_stride, dim,
+    def plain(rule_tag, kind, number_kind, rules, q, operand, heads, rows, key_rows, k_head_stride, dim, scale, s,
+              coming, idle, rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
+        score_heads(kind, operand[0], operand[1], heads, rows, address_of(key_rows), k_head_stride, dim, scale,
                     address_of(s), s.strides[0], address_of(coming), address_of(idle))  # fmt: skip
 
-    def full(rule_tag, kind, number_kind, rules, q, heads, rows, key_rows, k_head_stride, dim, s, coming, idle,
-             rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
+    def full(rule_tag, kind, number_kind, rules, q, operand, heads, rows, key_rows, k_head_stride, dim, scale, s,
+             coming, idle, rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
         if rules.cos.shape[0] == 0:
-            score_heads(kind, address_of(q), q.strides[0], heads, rows, address_of(key_rows), k_head_stride, dim,
+            score_heads(kind, operand[0], operand[1], heads, rows, address_of(key_rows), k_head_stride, dim, scale,
                         address_of(s), s.strides[0], address_of(coming), address_of(idle))  # fmt: skip
         else:
             _rotate_keys(kind, rules, rotated, key_rows, heads, head_begin, k_head_stride, size, dim, key_position, n)
             score_heads(number_kind, address_of(q), q.strides[0], heads, rows, address_of(rotated_rows),
-                        KEYS * rotated.strides[0], dim, address_of(s), s.strides[0], address_of(coming),
+                        KEYS * rotated.strides[0], dim, scale, address_of(s), s.strides[0], address_of(coming),
                         address_of(idle))  # fmt: skip
 
     return plain if rule_tag.tag == "plain" else full

@@ -8,11 +8,12 @@ Each operation gives its meaning in NumPy; `KEYS` keys make a block.
 
 from __future__ import annotations
 
+import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from nbattn.cpu_ref.lanes import Lanes, lane_count
-from nbattn.cpu_ref.number_formats import I64, itemsize
+from nbattn.cpu_ref.lanes import Lanes, lane_count, uses_dot
+from nbattn.cpu_ref.number_formats import I32, I64, itemsize
 from nbattn.scoring import LOWEST
 
 KEYS = 16  # keys of a block: 64 of them overflow L2 together with the prefetched next block
@@ -25,8 +26,8 @@ def _score_tile(queries: int):
 
     def codegen_for(kind):
         def codegen(context, builder, sig, args):
-            _, q, q_stride, rows, head, dim, s, s_stride, coming = args
-            lanes = Lanes(builder, kind)
+            _, q, q_stride, rows, head, dim, scale, s, s_stride, coming = args
+            lanes = Lanes(builder, kind, uses_dot(kind))
             keys = lanes.count // queries
             k = [lanes.add(lanes.load_as(I64, lanes.add(rows, 8 * j), 8), head) for j in range(keys)]
             ahead = [lanes.load_as(I64, lanes.add(coming, 8 * j), 8) for j in range(keys)]
@@ -35,23 +36,24 @@ def _score_tile(queries: int):
             size = itemsize(kind)
 
             def step(d, load_key):
-                q_here = [lanes.load(lanes.add(q_row[i], lanes.mul(d, lanes.bytes))) for i in range(queries)]
+                q_here = [lanes.load_query(lanes.add(row, lanes.mul(d, lanes.query_bytes))) for row in q_row]
                 for j in range(keys):
                     k_here = load_key(lanes.add(k[j], lanes.mul(d, size)))
                     for i in range(queries):
-                        builder.store(lanes.fma(q_here[i], k_here, lanes.read(sums[j][i])), sums[j][i])
+                        builder.store(lanes.multiply_add(q_here[i], k_here, lanes.read(sums[j][i])), sums[j][i])
 
-            line = max(LINE_BYTES // size, lanes.count)  # numbers that one prefetch brings
+            line = max(LINE_BYTES // size, lanes.step)  # numbers that one prefetch brings
             whole = builder.and_(dim, lanes.const(-line))
             with lanes.loop(0, whole, line) as (d, _):
                 for j in range(keys):  # one by one between the sums: a burst of them would be dropped
                     lanes.prefetch(lanes.add(ahead[j], lanes.mul(d, size)))
-                for part in range(0, line, lanes.count):
-                    step(lanes.add(d, part), lanes.load_cache)
-            with lanes.loop(whole, dim, lanes.count) as (d, _):
+                for part in range(0, line, lanes.step):
+                    step(lanes.add(d, part), lanes.load_key)
+            with lanes.loop(whole, dim, lanes.step) as (d, _):
                 left = builder.sub(dim, d)
-                step(d, lambda address: lanes.load_cache_up_to(address, left))
+                step(d, lambda address: lanes.load_key_up_to(address, left))
             result = lanes.sum_each([lanes.read(sums[j][i]) for j in range(keys) for i in range(queries)])
+            result = lanes.product(result, lanes.splat(scale))
             for j in range(keys):
                 part = lanes.part(result, j * queries, queries)
                 lanes.store(part, lanes.add(s, lanes.mul(s_stride, j)))
@@ -59,12 +61,13 @@ def _score_tile(queries: int):
 
         return codegen
 
-    def score_tile(typingctx, kind, q, q_stride, rows, head, dim, s, s_stride, coming):
-        """``s[j, i] = q[i, :dim] @ k[j, :dim]``; row j of K starts at ``rows[j] + head``; prefetch ``coming[j]``.
+    def score_tile(typingctx, kind, q, q_stride, rows, head, dim, scale, s, s_stride, coming):
+        """``s[j, i] = scale * q[i, :dim] @ k[j, :dim]`` for ``i < queries``, ``j < lanes / queries``.
 
-        `q` is zero-padded to whole vectors. ``i < queries``, ``j < lanes / queries``.
+        Row j of K starts at ``rows[j] + head``; `q` is zero-padded to whole vectors; prefetch ``coming[j]``.
         """
-        return types.void(kind, *[_BYTES] * 8), codegen_for(kind.tag)
+        number = types.float64 if kind.tag == "float64" else types.float32
+        return types.void(kind, *[_BYTES] * 5, number, *[_BYTES] * 3), codegen_for(kind.tag)
 
     return intrinsic(score_tile)
 
@@ -83,11 +86,30 @@ def _value_tile(queries: int, select: bool = False):
     def codegen_for(kind):
         def codegen(context, builder, sig, args):
             _, acc, acc_stride, p, p_stride, rows, head, n, dim, alpha, coming = args
-            lanes = Lanes(builder, kind)
+            lanes = Lanes(builder, kind, uses_dot(kind) and not select)
             size = itemsize(kind)
             width = value_vectors(kind)
+            at_once = 2 if lanes.dot else 1  # keys
 
-            def slice_of(d, vectors, load_value):
+            def values_of(j, d, vectors, ragged):
+                """Load one key's vectors of the slice at `d`; with `dot`, pairs of two keys' numbers."""
+                entries = [lanes.add(rows, lanes.mul(lanes.add(j, i), 8)) for i in range(at_once)]
+                inside = lanes.add(head, lanes.mul(d, size))
+                at = [lanes.add(lanes.load_as(I64, entry, 8), inside) for entry in entries]
+                left = builder.sub(dim, d)
+                if not lanes.dot:
+                    if ragged:
+                        return [lanes.load_cache_up_to(at[0], left)]
+                    return [lanes.load_cache(lanes.add(at[0], t * lanes.count * size)) for t in range(vectors)]
+                there = builder.icmp_signed("<", lanes.add(j, 1), n)  # an odd last key is paired with zeros
+                pairs = []
+                for t in range(0, vectors, 2):
+                    place = [lanes.add(address, t * lanes.count * size) for address in at]
+                    x, y = (lanes.load_words_up_to(p, left) if ragged else lanes.load_words(p) for p in place)
+                    pairs += lanes.interleave(x, builder.select(there, y, ir.Constant(y.type, None)))
+                return pairs[:vectors]
+
+            def slice_of(d, vectors, ragged=False):
                 here = lanes.mul(d, size)
                 place = [
                     [
@@ -101,20 +123,20 @@ def _value_tile(queries: int, select: bool = False):
                     [lanes.variable(lanes.product(lanes.load(at), factor[i])) for at in place[i]]
                     for i in range(queries)
                 ]
-                with lanes.loop(0, n, 1) as (j, _):
-                    entry = lanes.mul(j, 8)
-                    v = lanes.add(lanes.add(lanes.load_as(I64, lanes.add(rows, entry), 8), head), here)
-                    ahead = lanes.add(lanes.load_as(I64, lanes.add(coming, entry), 8), here)
-                    for line in range(0, vectors * lanes.count * size, LINE_BYTES):
-                        lanes.prefetch(lanes.add(ahead, line))
-                    values = [load_value(lanes.add(v, t * lanes.count * size)) for t in range(vectors)]
-                    weights = lanes.add(p, lanes.mul(p_stride, j))
+                with lanes.loop(0, n, at_once) as (j, _):
+                    for i in range(at_once):
+                        entry = lanes.mul(lanes.add(j, i), 8)
+                        ahead = lanes.add(lanes.load_as(I64, lanes.add(coming, entry), 8), here)
+                        for line in range(0, vectors * lanes.count * size, LINE_BYTES):
+                            lanes.prefetch(lanes.add(ahead, line))
+                    values = values_of(j, d, vectors, ragged)
+                    weights = lanes.add(p, lanes.mul(p_stride, builder.lshr(j, lanes.const(at_once - 1))))
                     for i in range(queries):
-                        weight = lanes.load_splat(lanes.add(weights, i * lanes.bytes))
+                        weight = lanes.load_weight(lanes.add(weights, i * lanes.bytes))
                         dropped = builder.fcmp_ordered("==", weight, lanes.splat(0.0)) if select else None
                         for t in range(vectors):
                             old = lanes.read(sums[i][t])
-                            new = lanes.fma(weight, values[t], old)
+                            new = lanes.multiply_add(weight, values[t], old)
                             builder.store(builder.select(dropped, old, new) if select else new, sums[i][t])
                 for i in range(queries):
                     for at, total in zip(place[i], sums[i], strict=True):
@@ -122,10 +144,9 @@ def _value_tile(queries: int, select: bool = False):
 
             whole = builder.and_(dim, lanes.const(-width * lanes.count))
             with lanes.loop(0, whole, width * lanes.count) as (d, _):
-                slice_of(d, width, lanes.load_cache)
+                slice_of(d, width)
             with lanes.loop(whole, dim, lanes.count) as (d, _):
-                left = builder.sub(dim, d)
-                slice_of(d, 1, lambda address: lanes.load_cache_up_to(address, left))
+                slice_of(d, 1, ragged=True)
             return context.get_dummy_value()
 
         return codegen
@@ -133,7 +154,8 @@ def _value_tile(queries: int, select: bool = False):
     def value_tile(typingctx, kind, acc, acc_stride, p, p_stride, rows, head, n, dim, alpha, coming):
         """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j]`` over ``j < n``, ``i < queries``.
 
-        Row j of V starts at ``rows[j] + head``; `acc` rows are padded to whole vectors; prefetch ``coming[j]``.
+        Row j of V starts at ``rows[j] + head``; `acc` rows are padded to whole vectors; prefetch ``coming[j]``. For a
+        kind that `uses_dot`, p is what `pack_weights` makes of the weights.
         """
         return types.void(kind, *[_BYTES] * 10), codegen_for(kind.tag)
 
@@ -178,3 +200,39 @@ def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
         return context.get_dummy_value()
 
     return types.void(kind, *[_BYTES] * 7), codegen
+
+
+@intrinsic
+def pack_weights(typingctx, kind, p, p_stride, n, rows):
+    """For a kind that `uses_dot`, round the weights to bfloat16 and put those of two keys side by side.
+
+    ``p[j // 2, row]`` becomes the pair ``p[j, row], p[j + 1, row]``, the lower half first; an odd last key is paired
+    with 0. For other kinds nothing is done.
+    """
+
+    def codegen(context, builder, sig, args):
+        _, p, p_stride, n, rows = args
+        if uses_dot(kind.tag):
+            lanes = Lanes(builder, "float32")
+            words = ir.VectorType(I32, lanes.count)
+
+            def word(x: int) -> ir.Constant:
+                return ir.Constant(words, [x] * lanes.count)
+
+            def rounded_bits(value):  # a weight is finite and positive, or a NaN that stays one
+                bits = builder.bitcast(value, words)
+                odd = builder.and_(builder.lshr(bits, word(16)), word(1))
+                return builder.add(bits, builder.add(odd, word(0x7FFF)))
+
+            with lanes.loop(0, rows, lanes.count) as (row, _), lanes.loop(0, n, 2) as (j, _):
+                column = lanes.add(p, lanes.mul(row, lanes.bytes))
+                at = lanes.add(column, lanes.mul(p_stride, j))
+                there = builder.icmp_signed("<", lanes.add(j, 1), n)
+                first = builder.lshr(rounded_bits(lanes.load(at)), word(16))
+                second = builder.and_(rounded_bits(lanes.load(lanes.add(at, p_stride))), word(-65536))
+                second = builder.select(there, second, ir.Constant(words, None))
+                pair = builder.bitcast(builder.or_(first, second), lanes.vector)
+                lanes.store(pair, lanes.add(column, lanes.mul(p_stride, builder.lshr(j, lanes.const(1)))))
+        return context.get_dummy_value()
+
+    return types.void(kind, *[_BYTES] * 4), codegen
