@@ -27,6 +27,7 @@ from nbattn.work_list import KEY_BEGIN, KEY_END, ROW_BEGIN, ROW_END, WorkList, b
 FEW_ROWS = 16  # packed rows of a KV head up to which a task takes all heads, so that tokens are read in order
 MANY_ROWS = 128  # packed rows of a task with one head: its accumulators and queries stay in L2
 SERIAL_NANOSECONDS = 60_000  # work below it is done before a second thread has started
+K_ADDRESS, V_ADDRESS = 0, 4  # in a row of the kernels' table of levels
 READ_RATE, DOT_RATE = 16.0, 50.0  # bytes and multiply-adds per nanosecond of one thread, roughly
 
 
@@ -88,31 +89,44 @@ class PagedCall:
         self.queries = _queries(problem, q, scale, folded)[1:]
         self.output = _output(problem)[1:]
         self.head_dim_vo = kv.head_dim_vo
+        self.levels = np.array([_level_row(level.kv) for level in problem.levels], np.int64)
 
-    def __call__(self, q: np.ndarray, kvs: list[PagedKV], out: np.ndarray, lse: np.ndarray | None) -> None:
-        """Run on arrays of the shapes, strides and dtypes it was made for."""
+    @staticmethod
+    def address(x: np.ndarray) -> int:
+        """Return where an array lies."""
+        return x.ctypes.data
+
+    def __call__(self, addresses: tuple[int, ...], options: tuple[int, ...] = ()) -> bool:
+        """Run on arrays of the shapes, strides and dtypes it was made for: see `nbattn.repeat.Launch`."""
+        q, out, lse, *pages = addresses
         states = _states(self.work_list, self.num_qo_heads, self.head_dim_vo, self.number)
         code, stride, head_stride, dim, group, _, *rest = self.output
-        lse_address = 0 if lse is None else lse.ctypes.data
-        output = Output(out.ctypes.data, code, stride, head_stride, dim, group, lse_address, *rest)
+        output = Output(out, code, stride, head_stride, dim, group, lse, *rest)
+        levels = self.levels.copy()
+        levels[:, K_ADDRESS], levels[:, V_ADDRESS] = pages[::2], pages[1::2]
         kind, rule_tag, number_kind = self.tags
         tasks = self.tasks
         if len(tasks.tasks):
             workers.run(
                 paged_worker, self.tags, len(tasks.tasks), _threads(self.bytes_read, tasks.dots), kind, rule_tag,
                 np.zeros(2, np.int64), number_kind, tasks.tasks, self.work_list.work,
-                np.array([_level_row(kv) for kv in kvs], np.int64), tasks.max_rows, tasks.max_heads,
-                Queries(q.ctypes.data, *self.queries), output, states, self.rules,
+                levels, tasks.max_rows, tasks.max_heads, Queries(q, *self.queries), output, states, self.rules,
             )  # fmt: skip
         _merge_splits(self.work_list, output, states)
+        return True
 
 
-def run_paged(problem: Problem, plan: Plan) -> PagedCall:
-    """Run a paged problem: write `problem.out` and `problem.lse`. Return the call, to be repeated on other arrays."""
+def run_paged(problem: Problem, plan: Plan) -> PagedCall | None:
+    """Run a paged problem: write `problem.out` and `problem.lse`.
+
+    Returns the call, to be repeated on other arrays, unless it keeps copies of options or of q.
+    """
     q, scale = _prepared_query(problem, plan)
     call = PagedCall(problem, plan, q, scale)
-    call(q, [level.kv for level in problem.levels], problem.out, problem.lse)
-    return call
+    pages = [x.ctypes.data for level in problem.levels for x in (level.kv.k, level.kv.v)]
+    call((q.ctypes.data, problem.out.ctypes.data, 0 if problem.lse is None else problem.lse.ctypes.data, *pages))
+    copied = q is not problem.q or any(isinstance(x, np.ndarray) for x in problem.options.arrays)
+    return None if copied else call
 
 
 def run_gather(problem: Problem, token_indices: np.ndarray, counts: np.ndarray, split_size: int | None) -> None:

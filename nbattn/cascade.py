@@ -14,9 +14,18 @@ from nbattn.cache_views import page_views, split_pair
 from nbattn.errors import ContractError
 from nbattn.level_tables import LevelTables, build_levels
 from nbattn.merging import merge_state, merge_state_in_place, merge_states
-from nbattn.paged import Result, attend
-from nbattn.planned_levels import Heads, LevelTable, PlanKeeper, PlannedDtype, check_layout, level_table, planned_dtype
-from nbattn.problem import Rope
+from nbattn.paged import Result, perform
+from nbattn.planned_levels import (
+    Heads,
+    LevelTable,
+    PlanKeeper,
+    PlannedDtype,
+    caches_of,
+    check_layout,
+    level_table,
+    planned_dtype,
+)
+from nbattn.problem import PlainOptions, Rope
 from nbattn.shared_prefix import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
@@ -276,6 +285,12 @@ class MultiLevelCascadeAttentionWrapper:
             If `plan` was not called or an argument breaks a rule; nothing is written.
         """
         planned = self._ready()
+        keeper, values, caches = planned.keeper, (return_lse, lse_base, target), caches_of(paged_kv_cache)
+        slopes = keeper.slopes("cupy" if library_of(q) == "cupy" else "numpy") if planned.alibi else None
+        arrays = sinks, None, slopes, k_scale, v_scale
+        result = keeper.again(q, caches, values, arrays, out, lse)
+        if result is not None:
+            return result
         planned.heads.check_query(q, planned.num_rows)
         planned.q_dtype.check("q", q)
         k, v = page_views(*split_pair("paged_kv_cache", paged_kv_cache), self._kv_layout)
@@ -285,12 +300,10 @@ class MultiLevelCascadeAttentionWrapper:
         levels = [table.level(k, v, self._kv_layout) for table in planned.tables]
         if self._buffers is not None and self._buffers.library == "cupy":
             self._pages = k, v
-        return attend(
-            q, levels, plan=planned.keeper.plan_of(levels), **planned.options,
-            alibi_slopes=planned.keeper.slopes(str(library_of(q))) if planned.alibi else None,
-            sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=return_lse, lse_base=lse_base,
-            target=target,
-        )  # fmt: skip
+        plain = PlainOptions(**planned.options, return_lse=return_lse, lse_base=lse_base, target=target)
+        result, call = perform(q, levels, plain, arrays, keeper.plan_of(levels), out, lse)
+        keeper.remember(call, levels, caches, [0, len(caches) - 1] * len(levels), values)
+        return result
 
     forward = run
 
@@ -338,7 +351,7 @@ class MultiLevelCascadeAttentionWrapper:
         causal = planned.tables[-1].causal
         tables = self._tables(self._buffers.filled(), planned.heads.page_size, causal)
         same = all(new.same_lengths(old) for new, old in zip(tables, planned.tables, strict=True))
-        planned.tables = tables
+        planned.tables, planned.keeper.last_run = tables, None
         if not same:
             planned.keeper = PlanKeeper(planned.keeper.num_qo_heads, planned.keeper.window_left)
         return planned

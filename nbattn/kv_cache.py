@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from nbattn import page_tables
-from nbattn.arrays import Array, dtype_name, library_of, require_array
+from nbattn.arrays import Array, Form, dtype_name, form_of, library_of, require_array
 from nbattn.cache_views import in_layout, page_views, split_pair, swapped_hint, with_page_stride
 from nbattn.errors import ContractError, PageTableError
 from nbattn.explain import explain
@@ -29,6 +29,7 @@ class PagedKV:
     v : array, shape [num_pages, page_size, num_kv_heads, head_dim_vo], likewise
     table : PageTable, the checked snapshot
     kv_layout : str, the layout in which `with_pages` expects its arrays
+    forms : tuple, what calls compare of `k` and `v`: see `nbattn.arrays.form_of`
 
     Notes
     -----
@@ -48,6 +49,10 @@ class PagedKV:
     v: Array
     table: PageTable
     kv_layout: str = "NHD"
+    forms: tuple[Form, Form] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "forms", (form_of(self.k), form_of(self.v)))
 
     @classmethod
     def from_page_table(

@@ -10,8 +10,8 @@ from nbattn.engine import run
 from nbattn.errors import ContractError
 from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan
-from nbattn.problem import Level, Options, Preparation, Problem, Rope
-from nbattn.repeat import remember
+from nbattn.problem import ArrayOptions, Level, Options, PlainOptions, Problem, Rope
+from nbattn.repeat import RememberedCall, remember
 
 Result = Array | tuple[Array, Array]
 
@@ -122,12 +122,12 @@ def paged_attention(
     >>> nbattn.paged_attention(np.ones((1, 1, 2), np.float32), kv)
     array([[[2., 3.]]], dtype=float32)
     """
-    return attend(
-        q, [Level(kv, qo_indptr, causal)], sm_scale=sm_scale, window_left=window_left, chunk_size=chunk_size,
-        logits_soft_cap=logits_soft_cap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes, rope=rope,
-        k_scale=k_scale, v_scale=v_scale, kv_start=kv_start, q_positions=q_positions, plan=plan, split_size=split_size,
-        out_dtype=out_dtype, out=out, lse=lse, return_lse=return_lse, lse_base=lse_base, target=target,
+    values = (
+        sm_scale, window_left, chunk_size, logits_soft_cap, rope, kv_start, q_positions, None, split_size, out_dtype,
+        return_lse, lse_base, target,
     )  # fmt: skip
+    arrays = sinks, attn_mask, alibi_slopes, k_scale, v_scale
+    return perform(q, [Level(kv, qo_indptr, causal)], values, arrays, plan, out, lse)[0]
 
 
 def cascade_attention(
@@ -186,74 +186,72 @@ def cascade_attention(
     >>> nbattn.cascade_attention(np.zeros((2, 1, 2), np.float32), levels)[:, 0, 0].tolist()
     [0.25, 0.0]
     """
-    return attend(
-        q, levels, sm_scale=sm_scale, window_left=window_left, chunk_size=chunk_size, logits_soft_cap=logits_soft_cap,
-        sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes, rope=rope, k_scale=k_scale, v_scale=v_scale,
-        kv_start=kv_start, q_positions=q_positions, plan=plan, split_size=split_size, out_dtype=out_dtype, out=out,
-        lse=lse, return_lse=return_lse, lse_base=lse_base, target=target,
+    values = (
+        sm_scale, window_left, chunk_size, logits_soft_cap, rope, kv_start, q_positions, None, split_size, out_dtype,
+        return_lse, lse_base, target,
     )  # fmt: skip
+    arrays = sinks, attn_mask, alibi_slopes, k_scale, v_scale
+    return perform(q, levels, values, arrays, plan, out, lse)[0]
 
 
 def attend(
-    q: Array,
-    levels: list[Level],
-    *,
-    sm_scale: float | None = None,
-    window_left: int = -1,
-    chunk_size: int | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Array | None = None,
-    attn_mask: Array | None = None,
-    alibi_slopes: Array | None = None,
-    rope: Rope | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    kv_start: Array | None = None,
-    q_positions: Array | None = None,
-    prepare: Preparation | None = None,
-    plan: Plan | None = None,
-    split_size: int | None = None,
-    out_dtype: Any = None,
-    out: Array | None = None,
-    lse: Array | None = None,
-    return_lse: bool = False,
-    lse_base: str = "2",
-    target: str | None = None,
-) -> Result:
-    """Check and run `cascade_attention`; operator faces may also pass a `prepare` for q, which they have checked."""
-    given = (
-        sm_scale, window_left, chunk_size, logits_soft_cap, sinks, attn_mask, alibi_slopes, rope, k_scale, v_scale,
-        kv_start, q_positions, prepare, split_size, out_dtype, return_lse, lse_base, target,
-    )  # fmt: skip
-    if isinstance(plan, Plan) and plan.last_call is not None and plan.last_call.repeats(q, levels, given, out, lse):
-        return plan.last_call.run(q, levels, out, lse, return_lse)
+    q: Array, levels: list[Level], *, plan: Plan | None = None, out: Array | None = None, lse: Array | None = None,
+    **options: Any,
+) -> Result:  # fmt: skip
+    """Return the result of `cascade_attention`; operator faces may add a `prepare` for q, which they have checked."""
+    arrays = {name: options.pop(name) for name in ArrayOptions._fields if name in options}
+    return perform(q, levels, PlainOptions(**options), ArrayOptions(**arrays), plan, out, lse)[0]
+
+
+def perform(
+    q: Array, levels: list[Level], plain: tuple[Any, ...], arrays: tuple[Any, ...], plan: Plan | None,
+    out: Array | None, lse: Array | None,
+) -> tuple[Result, RememberedCall | None]:  # fmt: skip
+    """Check and run `cascade_attention`; return its result, and with a plan the call as it may be repeated.
+
+    `plain` and `arrays` are the fields of `PlainOptions` and `ArrayOptions`, or tuples in their order.
+    """
+    call = plan.last_call if isinstance(plan, Plan) else None
+    if call is not None:
+        result = call.again(q, levels, plain, arrays, out, lse)
+        if result is not None:
+            return result, call
+    given = PlainOptions._make(plain)
     checked, library = contracts.check_levels(levels, q)
-    name = confirm_target(target, library)
-    kv, batch = checked[-1].kv, len(checked[-1].qo_indptr) - 1
-    num_heads, dim_qk, dim_vo = q.shape[1], kv.head_dim_qk, kv.head_dim_vo
+    name = confirm_target(given.target, library)
+    options = _checked_options(q, checked, given, ArrayOptions._make(arrays), library)
+    dim_vo = checked[-1].kv.head_dim_vo
+    results = contracts.check_results(q, dim_vo, out, lse, given.out_dtype, given.return_lse, given.lse_base)
+    problem = Problem(name, q, checked, options, *results)
+    used, launch = run(problem, plan, given.split_size)
+    if plan is not None:
+        used.last_call = call = remember(problem, used, levels, plain, arrays, (out, lse), launch)
+    return ((problem.out, problem.lse) if given.return_lse else problem.out), call
+
+
+def _checked_options(
+    q: Array, levels: tuple[Level, ...], given: PlainOptions, arrays: ArrayOptions, library: str
+) -> Options:
+    kv, batch = levels[-1].kv, len(levels[-1].qo_indptr) - 1
+    num_heads, dim_qk, dim_vo, rope = q.shape[1], kv.head_dim_qk, kv.head_dim_vo, given.rope
     if rope is not None and not isinstance(rope, Rope):
         raise ContractError(f"rope: must be a nbattn.Rope, got {type(rope).__name__}.")
     if rope is not None and dim_qk % 2:
         raise ContractError(f"rope: needs an even head size, got {dim_qk}.")
-    options = Options(
-        sm_scale=contracts.check_sm_scale(sm_scale, dim_qk),
-        window_left=max(-1, contracts.check_int("window_left", window_left)),
+    chunk_size = given.chunk_size
+    return Options(
+        sm_scale=contracts.check_sm_scale(given.sm_scale, dim_qk),
+        window_left=max(-1, contracts.check_int("window_left", given.window_left)),
         chunk_size=0 if chunk_size is None else contracts.check_int("chunk_size", chunk_size, at_least=1),
-        soft_cap=contracts.check_soft_cap(logits_soft_cap),
-        sinks=contracts.check_heads_vector("sinks", sinks, num_heads, library),
-        attn_mask=contracts.check_mask(attn_mask, checked, num_heads, library),
-        alibi_slopes=contracts.check_heads_vector("alibi_slopes", alibi_slopes, num_heads, library),
+        soft_cap=contracts.check_soft_cap(given.logits_soft_cap),
+        sinks=contracts.check_heads_vector("sinks", arrays.sinks, num_heads, library),
+        attn_mask=contracts.check_mask(arrays.attn_mask, levels, num_heads, library),
+        alibi_slopes=contracts.check_heads_vector("alibi_slopes", arrays.alibi_slopes, num_heads, library),
         rope=rope,
-        k_scale=contracts.check_cache_scale("k_scale", k_scale, kv, dim_qk, library),
-        v_scale=contracts.check_cache_scale("v_scale", v_scale, kv, dim_vo, library),
-        kv_start=contracts.check_row_ints("kv_start", kv_start, batch, library, at_least=0),
-        q_positions=contracts.check_row_ints("q_positions", q_positions, q.shape[0], library),
-        prepare=prepare,
-        lse_base=lse_base,
+        k_scale=contracts.check_cache_scale("k_scale", arrays.k_scale, kv, dim_qk, library),
+        v_scale=contracts.check_cache_scale("v_scale", arrays.v_scale, kv, dim_vo, library),
+        kv_start=contracts.check_row_ints("kv_start", given.kv_start, batch, library, at_least=0),
+        q_positions=contracts.check_row_ints("q_positions", given.q_positions, q.shape[0], library),
+        prepare=given.prepare,
+        lse_base=given.lse_base,
     )
-    results = contracts.check_results(q, dim_vo, out, lse, out_dtype, return_lse, lse_base)
-    problem = Problem(name, q, checked, options, *results)
-    used, launch = run(problem, plan, split_size)
-    if plan is not None:
-        used.last_call = remember(problem, levels, given, (out, lse), used.covers(len(q)), launch)
-    return (problem.out, problem.lse) if return_lse else problem.out

@@ -19,6 +19,7 @@ from nbattn.kv_cache import PagedKV
 from nbattn.page_tables import PageTable, TableForm, csr_table_of
 from nbattn.planning import Plan
 from nbattn.problem import Level
+from nbattn.repeat import RememberedCall, RememberedRun, remember_run
 
 ANY_ROWS = 2**31 - 1  # q comes at run
 
@@ -140,14 +141,41 @@ def level_table(named: dict[str, Any], page_size: int, *, causal: bool, first: b
     return LevelTable(table, offsets, causal, on_device[0] if on_device else None)
 
 
+def caches_of(cache: Any) -> tuple[Any, ...]:
+    """Return the arrays of a combined cache or of a pair ``(k, v)``."""
+    return tuple(cache) if isinstance(cache, (tuple, list)) else (cache,)
+
+
 class PlanKeeper:
-    """Makes a wrapper's `Plan` at its first run, when the arrays tell the target, and keeps it for the other layers."""
+    """Makes a wrapper's `Plan` at its first run, when the arrays tell the target, and keeps it for the other layers.
+
+    `last_run` is the last run that a next layer may repeat.
+    """
 
     def __init__(self, num_qo_heads: int, window_left: int = -1, capacity: dict[str, Any] | None = None):
         self.num_qo_heads, self.window_left, self.capacity = num_qo_heads, window_left, capacity or {}
         self._plan: Plan | None = None
         self._key: Any = None
         self._slopes: dict[str, Array] = {}
+        self.last_run: RememberedRun | None = None
+        self._lasting: Any = None  # the plan's work list at that run: an update brings another
+
+    def again(
+        self, q: Any, caches: tuple[Any, ...], values: tuple[Any, ...], arrays: tuple[Any, ...], out: Any, lse: Any
+    ) -> Any:
+        """Return the result of a run that is the last one again, else None: see `nbattn.repeat.RememberedRun`."""
+        run, plan = self.last_run, self._plan
+        if run is None or plan is None or plan.work_list is not self._lasting:
+            return None
+        return run.again(q, caches, values, arrays, out, lse)
+
+    def remember(
+        self, call: RememberedCall | None, levels: list[Level], caches: tuple[Any, ...], owners: list[int],
+        values: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        """Keep a run that was made on `levels`: see `nbattn.repeat.remember_run`."""
+        self.last_run = None if call is None else remember_run(call, levels, caches, owners, values)
+        self._lasting = None if self._plan is None else self._plan.work_list
 
     def plan_of(self, levels: list[Level], lengths: Any = None) -> Plan:
         """Return the plan of levels; `lengths` is whatever shapes them besides the tables this keeper was made for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -96,6 +96,34 @@ class Preparation:
     eps: float = 0.0
 
 
+class PlainOptions(NamedTuple):
+    """The options of a call as they were given, without those that may be arrays where q lies."""
+
+    sm_scale: Any = None
+    window_left: Any = -1
+    chunk_size: Any = None
+    logits_soft_cap: Any = None
+    rope: Any = None
+    kv_start: Any = None
+    q_positions: Any = None
+    prepare: Preparation | None = None
+    split_size: Any = None
+    out_dtype: Any = None
+    return_lse: Any = False
+    lse_base: Any = "2"
+    target: Any = None
+
+
+class ArrayOptions(NamedTuple):
+    """The options of a call that may be arrays where q lies, as they were given."""
+
+    sinks: Any = None
+    attn_mask: Any = None
+    alibi_slopes: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+
+
 @dataclass(frozen=True, eq=False)
 class Options:
     """The score options in one form: numbers where a default or None was given, arrays as they came."""
@@ -115,6 +143,11 @@ class Options:
     output_gate: Array | None = None  # 3-D
     prepare: Preparation | None = None
     lse_base: str = "2"
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The checked `ArrayOptions`."""
+        return self.sinks, self.attn_mask, self.alibi_slopes, self.k_scale, self.v_scale
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,99 +1,183 @@
-"""A planned call that was checked once and comes again with other arrays of the same form: the layers of a model."""
+"""A planned call that was checked once and comes again with other arrays of the same form: the layers of a model.
+
+A contract looks at the *form* of an array (type, dtype, shape, strides) and never at its contents, so a call passes it
+if its options equal those of one that passed and its arrays have the forms of that one's: only addresses differ.
+Options that are arrays (sinks, slopes, a mask) count as such arrays where the target reads them in place, wherever they
+lie: their contents may change, and another layer may bring its own. Where a target keeps a converted copy of one
+instead, it gives no `Launch` and the call is not remembered. Neither is one with offsets on a device, which could only
+be compared by a copy to the host.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from nbattn.arrays import Array, library_of
-from nbattn.problem import Level, Problem
+from nbattn.arrays import Array, Form, form_of, has_form, library_of
+from nbattn.kv_cache import PagedKV
+from nbattn.problem import Level, PlainOptions, Problem
+
+if TYPE_CHECKING:
+    from nbattn.planning import Plan
 
 PLAIN_VALUES = (type(None), bool, int, float, str, type, np.dtype)
 
 
-def form_of(x: Array | None) -> tuple[Any, ...] | None:
-    """Return all of an array that its checks looked at."""
-    return None if x is None else (type(x), x.dtype, x.shape, x.strides)
+class Launch(Protocol):
+    """A target's side of a checked call: everything is settled but where its arrays lie."""
+
+    address: Callable[[Array], int]
+
+    def __call__(self, addresses: tuple[int, ...], options: tuple[int, ...] = ()) -> bool:
+        """Run on the arrays at `addresses`: q, out, lse (0 if none), then K and V of every level.
+
+        `options` are the addresses of the `ArrayOptions`, 0 where one is no array; none at all stand for no array.
+        False: arrays there need another kernel, and nothing was done.
+        """
+        ...
 
 
-@dataclass(frozen=True, eq=False)
+class LevelForm(NamedTuple):
+    """What must be equal of a level: the table itself, forms of K and V, and what `_offsets` returns."""
+
+    table: Any
+    pages: tuple[Form, Form]
+    causal: bool
+    offsets: Any
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class RememberedCall:
-    """A call that passed its contract: one with equal options and arrays of the same forms passes it too.
+    """A call that passed its contract."""
 
-    Only calls whose options are plain values are remembered: an array among them might have changed its contents.
-    """
-
-    options: tuple[Any, ...]
-    types: list[type]
-    levels: tuple[Level, ...]
-    forms: tuple[Any, ...]
-    results: tuple[Any, Any]  # forms of out and lse as they were given
-    shapes: tuple[Any, ...]  # out's shape and dtype, lse's or None
+    plain: tuple[Any, ...]  # PlainOptions
+    arrays: tuple[Any, ...]  # ArrayOptions, each a number, None or a form
+    levels: tuple[LevelForm, ...]
+    query: Form
+    results: tuple[Form | None, Form | None]  # of out and lse as they were given
+    shapes: tuple[Any, ...]  # out's shape and dtype, lse's dtype
     covered: bool  # every row is written
-    launch: Callable[..., None]
+    launch: Launch
 
-    def repeats(self, q: Array, levels: Any, options: tuple[Any, ...], out: Any, lse: Any) -> bool:
-        """Return whether a call is this one again, but for the addresses of its arrays."""
-        same = len(levels) == len(self.levels) and _types(options) == self.types and options == self.options
-        if not same or self.results != (form_of(out), form_of(lse)) or not (_writable(out) and _writable(lse)):
-            return False
-        for level, mine in zip(levels, self.levels, strict=True):
-            same = type(level) is Level and level.kv.table is mine.kv.table and bool(level.causal) == mine.causal
-            if not same or not _same_offsets(level.qo_indptr, mine.qo_indptr):
-                return False
-        return self.forms == _forms(q, levels)
+    def again(
+        self, q: Array, levels: Any, plain: tuple[Any, ...], arrays: tuple[Any, ...], out: Any, lse: Any
+    ) -> Any:  # fmt: skip
+        """Return what the call returns if it is this one again, else None: nothing was done."""
+        if not _equal(plain, self.plain) or type(levels) not in (list, tuple) or len(levels) != len(self.levels):
+            return None
+        address, pages = self.launch.address, []
+        for level, (table, forms, causal, offsets) in zip(levels, self.levels, strict=True):
+            if type(level) is not Level or type(level.kv) is not PagedKV:
+                return None
+            kv = level.kv
+            if kv.table is not table or kv.forms != forms or bool(level.causal) is not causal:
+                return None
+            if _offsets(level.qo_indptr) != offsets:
+                return None
+            pages += (address(kv.k), address(kv.v))
+        return self.over(pages, q, arrays, out, lse)
 
-    def run(self, q: Array, levels: Any, out: Any, lse: Any, return_lse: bool) -> Any:
-        """Run it on new arrays."""
-        shape, dtype, lse_dtype = self.shapes
-        new = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
-        if out is None:
-            out = new.empty(shape, dtype) if self.covered else new.zeros(shape, dtype)
-        if lse is None and return_lse:
-            lse = new.full(shape[:2], -np.inf, lse_dtype)
-        self.launch(q, [level.kv for level in levels], out, lse)
-        return (out, lse) if return_lse else out
+    def over(self, pages: list[int], q: Array, arrays: tuple[Any, ...], out: Any, lse: Any) -> Any:
+        """Run over K and V at `pages`, which have the forms of the call's, if the other arrays have theirs too."""
+        options: tuple[int, ...] = ()
+        if not all(map(is_, arrays, self.arrays)):
+            if not _equal(_forms(arrays), self.arrays):
+                return None
+            options = tuple(self.launch.address(x) if library_of(x) else 0 for x in arrays)
+        if not has_form(q, self.query) or not has_form(out, self.results[0]) or not has_form(lse, self.results[1]):
+            return None
+        both = self.plain[_RETURN_LSE]
+        if isinstance(q, np.ndarray) and not (_writable(out) and _writable(lse)):
+            return None
+        if out is None or (lse is None and both):
+            new, (shape, dtype, lse_dtype) = np if isinstance(q, np.ndarray) else sys.modules["cupy"], self.shapes
+            if out is None:
+                out = new.empty(shape, dtype) if self.covered else new.zeros(shape, dtype)
+            if lse is None and both:
+                lse = new.full(shape[:2], -np.inf, lse_dtype)
+        address = self.launch.address
+        if not self.launch((address(q), address(out), 0 if lse is None else address(lse), *pages), options):
+            return None
+        return (out, lse) if both else out
+
+
+_RETURN_LSE = PlainOptions._fields.index("return_lse")
 
 
 def remember(
-    problem: Problem, given: Any, options: tuple[Any, ...], results: tuple[Any, Any], covered: bool, launch: Any
-) -> RememberedCall | None:
-    """Return the call to be repeated, or None where an option or an offset is more than a plain value on the host."""
-    offsets = [level.qo_indptr for level in given]
-    plain = all(isinstance(x, PLAIN_VALUES) for x in options)
-    if launch is None or not plain or any(x is not None and library_of(x) != "numpy" for x in offsets):
+    problem: Problem, plan: Plan, levels: Any, plain: tuple[Any, ...], arrays: tuple[Any, ...],
+    results: tuple[Any, Any], launch: Launch | None,
+) -> RememberedCall | None:  # fmt: skip
+    """Return the call to be repeated, or None where it cannot be: see the module."""
+    offsets = [_offsets(level.qo_indptr) for level in levels]
+    if launch is None or "device" in offsets or not all(isinstance(x, PLAIN_VALUES) for x in plain):
         return None
-    levels = tuple(
-        Level(level.kv, None if x is None else x.copy(), bool(level.causal))
-        for level, x in zip(given, offsets, strict=True)
+    forms = tuple(
+        LevelForm(level.kv.table, level.kv.forms, bool(level.causal), own)
+        for level, own in zip(levels, offsets, strict=True)
     )
+    out, lse = (None if x is None else form_of(x) for x in results)
     shapes = problem.out.shape, problem.out.dtype, problem.number
-    forms = tuple(form_of(x) for x in results)
-    return RememberedCall(
-        options, _types(options), levels, _forms(problem.q, given), (forms[0], forms[1]), shapes, covered, launch
-    )
+    covered, query = plan.covers(len(problem.q)), form_of(problem.q)
+    return RememberedCall(plain, _forms(arrays), forms, query, (out, lse), shapes, covered, launch)
 
 
-def _forms(q: Array, levels: Any) -> tuple[Any, ...]:
-    forms = [form_of(q)]
-    for level in levels:
-        forms += [form_of(level.kv.k), form_of(level.kv.v)]
-    return tuple(forms)
+@dataclass(frozen=True, eq=False, slots=True)
+class RememberedRun:
+    """A wrapper's run, where K and V of every level lie at fixed distances from the caches that a run brings."""
+
+    call: RememberedCall
+    values: tuple[Any, ...]  # the run's own options
+    caches: tuple[Form, ...]
+    places: tuple[tuple[int, int], ...]  # of K and V of each level: which cache, and how many bytes behind its address
+
+    def again(
+        self, q: Array, caches: tuple[Any, ...], values: tuple[Any, ...], arrays: tuple[Any, ...], out: Any, lse: Any
+    ) -> Any:  # fmt: skip
+        """Return what the run returns if it is this one again, else None: nothing was done."""
+        if not _equal(values, self.values):
+            return None
+        if len(caches) != len(self.caches) or not all(map(has_form, caches, self.caches)):
+            return None
+        begins = list(map(self.call.launch.address, caches))
+        return self.call.over([begins[i] + distance for i, distance in self.places], q, arrays, out, lse)
 
 
-def _types(options: tuple[Any, ...]) -> list[type]:
-    return list(map(type, options))
+def remember_run(
+    call: RememberedCall, levels: list[Level], caches: tuple[Array, ...], owners: list[int], values: tuple[Any, ...]
+) -> RememberedRun:
+    """Return a wrapper's run to be repeated, whose `call` was made on `levels`.
+
+    `owners` says of K and V of each level, one after another, which of `caches` they are views of.
+    """
+    address = call.launch.address
+    pages = [page for level in levels for page in (level.kv.k, level.kv.v)]
+    places = tuple((i, address(page) - address(caches[i])) for i, page in zip(owners, pages, strict=True))
+    return RememberedRun(call, values, tuple(map(form_of, caches)), places)
 
 
-def _writable(x: Array | None) -> bool:
-    return not isinstance(x, np.ndarray) or bool(x.flags.writeable)
+def _equal(given: tuple[Any, ...], mine: tuple[Any, ...]) -> bool:
+    """Return whether options are equal and of the same types: 1, 1.0 and True differ; arrays are never compared."""
+    if all(map(is_, given, mine)):
+        return True
+    return all(a is b or (type(a) is type(b) and a == b) for a, b in zip(given, mine, strict=True))
 
 
-def _same_offsets(given: Any, mine: np.ndarray | None) -> bool:
-    if given is None or mine is None:
-        return given is mine
-    return library_of(given) == "numpy" and given.dtype == mine.dtype and np.array_equal(given, mine)
+def _forms(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(form_of(x) if library_of(x) else x for x in arrays)
+
+
+def _writable(x: np.ndarray | None) -> bool:
+    return x is None or bool(x.flags.writeable)
+
+
+def _offsets(given: Any) -> Any:
+    """Return all that offsets on the host say, None where none are given."""
+    if given is None:
+        return None
+    return (given.dtype, given.shape, given.tobytes()) if isinstance(given, np.ndarray) else "device"

@@ -11,9 +11,9 @@ from nbattn.cache_views import page_views, split_pair
 from nbattn.errors import ContractError
 from nbattn.kv_cache import PagedKV
 from nbattn.page_tables import slot_table
-from nbattn.paged import Result, attend
-from nbattn.planned_levels import Heads, LevelTable, PlanKeeper, check_layout, level_table, planned_dtype
-from nbattn.problem import Level
+from nbattn.paged import Result, perform
+from nbattn.planned_levels import Heads, LevelTable, PlanKeeper, caches_of, check_layout, level_table, planned_dtype
+from nbattn.problem import Level, PlainOptions
 
 
 class _SharedPrefixWrapper:
@@ -36,10 +36,16 @@ class _SharedPrefixWrapper:
         self._heads, self._dtype, self._keeper = checked, dtype, PlanKeeper(checked.num_qo_heads)
 
     def _attend(
-        self, q: Array, k_shared: Array, v_shared: Array, unique_kv_cache: Any, causal: bool = False, **options: Any
-    ) -> Result:
+        self, q: Array, k_shared: Array, v_shared: Array, unique_kv_cache: Any, causal: bool = False, *,
+        sinks: Any, k_scale: Any, v_scale: Any, out: Any, lse: Any, **options: Any,
+    ) -> Result:  # fmt: skip
         if self._table is None:
             raise ContractError("forward: must follow begin_forward(...), got no plan. Call begin_forward once before.")
+        caches = k_shared, v_shared, *caches_of(unique_kv_cache)
+        arrays, plain = (sinks, None, None, k_scale, v_scale), PlainOptions(**options)
+        result = self._keeper.again(q, caches, (bool(causal), *plain), arrays, out, lse)
+        if result is not None:
+            return result
         num_rows = int(self._table.qo_indptr[-1])
         self._heads.check_query(q, num_rows)
         k, v = page_views(*split_pair("unique_kv_cache", unique_kv_cache), self._kv_layout)
@@ -51,7 +57,10 @@ class _SharedPrefixWrapper:
         if prefix is not None:
             levels.insert(0, Level(prefix, np.array([0, num_rows])))
         shape = (0 if prefix is None else prefix.page_size, bool(causal))
-        return attend(q, levels, plan=self._keeper.plan_of(levels, shape), **options)
+        result, call = perform(q, levels, plain, arrays, self._keeper.plan_of(levels, shape), out, lse)
+        owners = [2, len(caches) - 1] if prefix is None else [0, 1, 2, len(caches) - 1]
+        self._keeper.remember(call, levels, caches, owners, (bool(causal), *plain))
+        return result
 
 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from nbattn.indexing import visible_keys
-
 # columns of the work list
 LEVEL, ROW_BEGIN, ROW_END, KEY_BEGIN, KEY_END, PAGE_BEGIN, KEY_POSITION, KEY_BASE, KV_LEN, STATE, CAUSAL = range(11)
 WORK_COLUMNS = 11
@@ -94,32 +92,30 @@ class WorkList:
 
 def place_rows(levels: list[LevelLengths], total_rows: int, kv_start: Any = None, q_positions: Any = None) -> Positions:
     """Return where every row and every level's key 0 stand."""
-    rows = np.arange(total_rows)
     covered = np.zeros(total_rows, bool)
     keys_above = np.zeros(total_rows, np.int64)
     key_base = []
     for level in levels:
         first, last = int(level.qo_indptr[0]), int(level.qo_indptr[-1])
-        key_base.append(keys_above.copy())
-        counts = np.diff(level.qo_indptr)
-        request = np.full(total_rows, -1)
-        request[first:last] = np.repeat(np.arange(len(counts)), counts)
+        key_base.append(keys_above)
+        counts = level.qo_indptr[1:] - level.qo_indptr[:-1]
+        keys_above = keys_above.copy()
         keys_above[first:last] += np.repeat(level.kv_lens, counts)
         covered[first:last] = True
-    index = np.zeros(total_rows, np.int64)
-    new_rows = np.ones(total_rows, np.int64)
-    index[first:last] = rows[first:last] - np.repeat(level.qo_indptr[:-1], counts)
-    new_rows[first:last] = np.repeat(counts, counts)
-    start = np.zeros(total_rows, np.int64)
+    reached, start = slice(first, last), np.zeros(total_rows, np.int64)  # by the last level
+    request, index, new_rows = np.full(total_rows, -1), np.zeros(total_rows, np.int64), np.ones(total_rows, np.int64)
+    request[reached] = np.repeat(np.arange(len(counts)), counts)
+    index[reached] = np.arange(first, last) - np.repeat(level.qo_indptr[:-1], counts)
+    new_rows[reached] = np.repeat(counts, counts)
     if kv_start is not None:
-        start[first:last] = np.repeat(np.asarray(kv_start, np.int64), counts)
+        start[reached] = np.repeat(np.asarray(kv_start, np.int64), counts)
     position = start + keys_above - new_rows + index if q_positions is None else np.asarray(q_positions, np.int64)
     return Positions(
         position.astype(np.int32),
         request.astype(np.int32),
         index.astype(np.int32),
         key_base,
-        [base + start for base in key_base],
+        key_base if kv_start is None else [base + start for base in key_base],
         covered,
     )
 
@@ -153,17 +149,18 @@ def build_work(
         False where row positions are unknown on the host: all keys are visited.
     """
     runs = [_runs_of_level(i, level, places, tile_tokens) for i, level in enumerate(levels)]
-    items = np.concatenate(runs) if runs else np.zeros((0, WORK_COLUMNS), np.int64)
+    items = runs[0] if len(runs) == 1 else np.concatenate(runs, axis=1)
     if trim:
         _trim(items, places.row_position, window_left, chunk_size)
-    items = items[items[:, KEY_END] > items[:, KEY_BEGIN]]
+    items = _only(items, items[KEY_END] > items[KEY_BEGIN])
     items = _split(items, split_size, workers)
-    max_tokens = int((items[:, ROW_END] - items[:, ROW_BEGIN]).max(initial=1))
-    merge_rows, merge_indptr, merge_slots, num_states = _assign_states(items, places.covered)
-    cost = (items[:, KEY_END] - items[:, KEY_BEGIN]) * (items[:, ROW_END] - items[:, ROW_BEGIN])
-    longest_first = np.argsort(-cost, kind="stable")
-    work = items[longest_first].astype(np.int32)
-    return WorkList(work, merge_rows, merge_indptr, merge_slots, num_states, max_tokens)
+    tokens = items[ROW_END] - items[ROW_BEGIN]
+    merges = _assign_states(items, places.covered)
+    cost = (items[KEY_END] - items[KEY_BEGIN]) * tokens
+    work = np.ascontiguousarray(items.T, np.int32)
+    if (cost[1:] > cost[:-1]).any():
+        work = work[np.argsort(-cost, kind="stable")]  # longest first
+    return WorkList(work, *merges, int(tokens.max(initial=1)))
 
 
 def most_work(
@@ -200,11 +197,11 @@ def most_work(
 
 
 def _runs_of_level(number: int, level: LevelLengths, places: Positions, tile_tokens: int) -> np.ndarray:
-    """Return one item per tile of rows that share their request and the position of its key 0."""
+    """Return one item per tile of rows that share their request and the position of its key 0: [columns, items]."""
     first, last = int(level.qo_indptr[0]), int(level.qo_indptr[-1])
-    counts = np.diff(level.qo_indptr)
+    counts = level.qo_indptr[1:] - level.qo_indptr[:-1]
     if last - first == len(counts) and number == 0 and counts.max(initial=0) <= 1:  # decode: one row, one tile
-        begin, end, request = level.qo_indptr[:-1], level.qo_indptr[1:], np.arange(len(counts))
+        begin, end, request = level.qo_indptr[:-1], level.qo_indptr[1:], slice(None)
     else:
         request_of_row = np.repeat(np.arange(len(counts)), counts)
         start_of_row = places.key_position[number][first:last]
@@ -212,95 +209,116 @@ def _runs_of_level(number: int, level: LevelLengths, places: Positions, tile_tok
         begin = np.concatenate([[0], np.flatnonzero(changes) + 1]) if last > first else np.zeros(0, np.int64)
         end = np.append(begin[1:], last - first) if last > first else begin
         tiles = -(-(end - begin) // tile_tokens)
-        run = np.repeat(np.arange(len(begin)), tiles)
-        ordinal = np.arange(len(run)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+        run, ordinal = _pieces(tiles)
         begin, end = begin[run] + ordinal * tile_tokens, np.minimum(begin[run] + (ordinal + 1) * tile_tokens, end[run])
         request = request_of_row[begin]
         begin, end = begin + first, end + first
-    items = np.zeros((len(begin), WORK_COLUMNS), np.int64)
-    items[:, LEVEL], items[:, ROW_BEGIN], items[:, ROW_END] = number, begin, end
-    items[:, KV_LEN] = items[:, KEY_END] = level.kv_lens[request]
-    items[:, PAGE_BEGIN] = level.page_begin[request]
-    items[:, KEY_POSITION] = places.key_position[number][begin]
-    items[:, KEY_BASE] = places.key_base[number][begin]
-    items[:, CAUSAL] = level.causal
+    items = np.zeros((WORK_COLUMNS, len(begin)), np.int64)
+    items[LEVEL], items[ROW_BEGIN], items[ROW_END], items[CAUSAL] = number, begin, end, level.causal
+    items[KV_LEN] = items[KEY_END] = level.kv_lens[request]
+    items[PAGE_BEGIN] = level.page_begin[request]
+    items[KEY_POSITION] = places.key_position[number][begin]
+    items[KEY_BASE] = places.key_base[number][begin]
     return items
+
+
+def _only(items: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    return items if kept.all() else items[:, kept]
+
+
+def _pieces(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (whole, ordinal) of every piece of wholes that have `counts` pieces each."""
+    whole = np.repeat(np.arange(len(counts)), counts)
+    return whole, np.arange(len(whole)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _trim(items: np.ndarray, row_position: np.ndarray, window_left: int, chunk_size: int) -> None:
     """Narrow each item's keys to those that some of its rows sees."""
-    if len(items) == 0:
+    if items.shape[1] == 0:
         return
-    begins, ends = items[:, ROW_BEGIN], items[:, ROW_END]
-    single = ends - begins == 1
+    begins, ends = items[ROW_BEGIN], items[ROW_END]
     lowest = highest = row_position[begins].astype(np.int64)
-    if not single.all():
+    if (ends - begins > 1).any():
         positions = np.append(row_position, 0).astype(np.int64)  # so that an end may equal the number of rows
         ranges = np.column_stack([begins, ends]).ravel()  # the even results of reduceat are the ranges
         lowest = np.minimum.reduceat(positions, ranges)[::2]
         highest = np.maximum.reduceat(positions, ranges)[::2]
-    all_seen = highest - items[:, KEY_POSITION] + 1 >= items[:, KV_LEN]
     if window_left < 0 and chunk_size == 0:
-        narrowed = np.flatnonzero((items[:, CAUSAL] != 0) & ~all_seen)
-    else:
-        narrowed = np.arange(len(items))
-    for i in narrowed:
-        where = int(items[i, KEY_POSITION]), int(items[i, KV_LEN]), bool(items[i, CAUSAL]), window_left, chunk_size
-        first, _ = visible_keys(int(lowest[i]), *where)
-        _, end = visible_keys(int(highest[i]), *where)
-        items[i, KEY_BEGIN] = min(first, end) // KEY_ALIGNMENT * KEY_ALIGNMENT if first < end else end
-        items[i, KEY_END] = end
+        hidden = (items[CAUSAL] != 0) & (highest - items[KEY_POSITION] + 1 < items[KV_LEN])
+        if not hidden.any():
+            return
+    first, _ = _visible_keys(lowest, items, window_left, chunk_size)
+    _, end = _visible_keys(highest, items, window_left, chunk_size)
+    items[KEY_BEGIN] = np.where(first < end, first // KEY_ALIGNMENT * KEY_ALIGNMENT, end)
+    items[KEY_END] = end
+
+
+def _visible_keys(
+    position: np.ndarray, items: np.ndarray, window_left: int, chunk_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `nbattn.indexing.visible_keys` of one row of each item, whose position is given."""
+    start, kv_len = items[KEY_POSITION], items[KV_LEN]
+    first = np.zeros_like(start)
+    end = np.where(items[CAUSAL] != 0, np.minimum(kv_len, position - start + 1), kv_len)
+    if window_left >= 0:
+        first = np.maximum(first, position - window_left - start)
+    if chunk_size > 0:
+        chunk_position = position // chunk_size * chunk_size
+        first = np.maximum(first, chunk_position - start)
+        end = np.where(position < 0, 0, np.minimum(end, chunk_position + chunk_size - start))
+    first = np.minimum(first, kv_len)
+    return first, np.maximum(first, end)
 
 
 def _split(items: np.ndarray, split_size: int | None, workers: int) -> np.ndarray:
     """Cut the items' key ranges at multiples of the split size."""
-    lengths = items[:, KEY_END] - items[:, KEY_BEGIN]
+    begins, ends = items[KEY_BEGIN], items[KEY_END]
     if split_size is None:
-        cost = lengths * (items[:, ROW_END] - items[:, ROW_BEGIN])
+        lengths = ends - begins
+        cost = lengths * (items[ROW_END] - items[ROW_BEGIN])
         target = int(cost.sum()) / max(1, workers * SPLITS_PER_WORKER)
         pieces = np.ceil(cost / max(target, 1.0) - 0.25).astype(np.int64)  # a little more than one share stays whole
-        pieces = np.clip(pieces, 1, np.maximum(1, lengths // SMALLEST_SPLIT))
-        size = -(-lengths // pieces)
-        size = -(-size // SMALLEST_SPLIT) * SMALLEST_SPLIT
-        if pieces.max(initial=1) == 1:
+        pieces = np.minimum(pieces, lengths // SMALLEST_SPLIT)
+        if pieces.max(initial=1) <= 1:
             return items
-        origin = items[:, KEY_BEGIN]
+        size = -(-lengths // np.maximum(pieces, 1))
+        size = -(-size // SMALLEST_SPLIT) * SMALLEST_SPLIT
+        origin = begins
     else:
-        size = np.full(len(items), split_size, np.int64)
-        origin = items[:, KEY_BEGIN] // split_size * split_size
-    count = -(-(items[:, KEY_END] - origin) // np.maximum(size, 1))
-    parent = np.repeat(np.arange(len(items)), count)
-    ordinal = np.arange(len(parent)) - np.repeat(np.cumsum(count) - count, count)
-    cut = items[parent]
-    begin = origin[parent] + ordinal * size[parent]
-    cut[:, KEY_BEGIN] = np.maximum(begin, cut[:, KEY_BEGIN])
-    cut[:, KEY_END] = np.minimum(begin + size[parent], cut[:, KEY_END])
+        size = np.full(len(begins), split_size, np.int64)
+        origin = begins // split_size * split_size
+    parent, ordinal = _pieces(-(-(ends - origin) // np.maximum(size, 1)))
+    cut = items[:, parent]
+    size = size[parent]
+    begin = origin[parent] + ordinal * size
+    cut[KEY_BEGIN] = np.maximum(begin, cut[KEY_BEGIN])
+    cut[KEY_END] = np.minimum(begin + size, cut[KEY_END])
     return cut
 
 
 def _assign_states(items: np.ndarray, covered: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Give items whose rows have other contributions a range of state slots, and list what each row merges."""
-    begins, ends = items[:, ROW_BEGIN], items[:, ROW_END]
-    edges = np.zeros(len(covered) + 1, np.int64)
-    np.add.at(edges, begins, 1)
-    np.add.at(edges, ends, -1)
+    begins, ends, num_rows = items[ROW_BEGIN], items[ROW_END], len(covered)
+    edges = np.bincount(begins, minlength=num_rows + 1) - np.bincount(ends, minlength=num_rows + 1)
     contributions = np.cumsum(edges[:-1])
     empty = np.flatnonzero(covered & (contributions == 0))
+    if contributions.max(initial=0) <= 1:
+        items[STATE] = -1
+        return empty.astype(np.int32), np.zeros(len(empty) + 1, np.int32), np.zeros(0, np.int32), 0
     shared_rows = np.concatenate([[0], np.cumsum(contributions > 1)])
     shared = shared_rows[ends] > shared_rows[begins]
     tokens = np.where(shared, ends - begins, 0)
     slots = np.cumsum(tokens) - tokens
-    items[:, STATE] = np.where(shared, slots, -1)
-    num_states = int(tokens.sum())
-    owner = np.repeat(np.arange(len(items)), tokens)
-    slot = np.arange(num_states)
-    row = begins[owner] + slot - slots[owner]
-    order = np.argsort(row, kind="stable")
-    rows, counts = np.unique(row[order], return_counts=True)
+    items[STATE] = np.where(shared, slots, -1)
+    owner, ordinal = _pieces(tokens)
+    row = begins[owner] + ordinal
+    counts = np.bincount(row, minlength=num_rows)
+    rows = np.flatnonzero(counts)
     merge_rows = np.concatenate([rows, empty]).astype(np.int32)
-    counts = np.concatenate([counts, np.zeros(len(empty), np.int64)])
-    merge_indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    return merge_rows, merge_indptr, slot[order].astype(np.int32), num_states
+    merge_indptr = np.zeros(len(merge_rows) + 1, np.int32)
+    np.cumsum(counts[rows], out=merge_indptr[1 : len(rows) + 1])
+    merge_indptr[len(rows) + 1 :] = len(row)
+    return merge_rows, merge_indptr, np.argsort(row, kind="stable").astype(np.int32), len(row)
 
 
 def build_gather_work(
@@ -327,14 +345,14 @@ def build_gather_work(
     first, last = int(qo_indptr[0]), int(qo_indptr[-1])
     request = np.repeat(np.arange(len(kv_lens)), np.diff(qo_indptr))
     rows = np.arange(first, last)
-    items = np.zeros((last - first, WORK_COLUMNS), np.int64)
-    items[:, ROW_BEGIN], items[:, ROW_END], items[:, KEY_END] = rows, rows + 1, counts[first:last]
-    items[:, PAGE_BEGIN], items[:, KV_LEN] = page_begin[request], kv_lens[request]
-    items = _split(items[items[:, KEY_END] > 0], split_size, workers)
+    items = np.zeros((WORK_COLUMNS, last - first), np.int64)
+    items[ROW_BEGIN], items[ROW_END], items[KEY_END] = rows, rows + 1, counts[first:last]
+    items[PAGE_BEGIN], items[KV_LEN] = page_begin[request], kv_lens[request]
+    items = _split(_only(items, items[KEY_END] > 0), split_size, workers)
     covered = np.zeros(total_rows, bool)
     covered[first:last] = True
-    merge_rows, merge_indptr, merge_slots, num_states = _assign_states(items, covered)
-    order = np.argsort(items[:, KEY_BEGIN] - items[:, KEY_END], kind="stable")
+    merges = _assign_states(items, covered)
+    order = np.argsort(items[KEY_BEGIN] - items[KEY_END], kind="stable")
     columns = [ROW_BEGIN, KEY_BEGIN, KEY_END, PAGE_BEGIN, KV_LEN, STATE]
-    work = np.ascontiguousarray(items[order][:, columns], dtype=np.int32)
-    return WorkList(work, merge_rows, merge_indptr, merge_slots, num_states, 1)
+    work = np.ascontiguousarray(items[columns][:, order].T, np.int32)
+    return WorkList(work, *merges, 1)
