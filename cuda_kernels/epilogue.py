@@ -9,7 +9,8 @@ from numba.cuda import float32, int32, int64, types
 from numba.extending import register_jitable
 
 from nbattn.cuda_kernels import ptx
-from nbattn.cuda_kernels.formats import load_number, store_number
+from nbattn.cuda_kernels.formats import BF16, F32, load_number, store_number
+from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.scoring import LOG2E, exp2, shift, state_weight
 
 EMPTY = float32(-float("inf"))  # the maximum and the lse of a row that has kept nothing
@@ -52,16 +53,16 @@ def store_result(value, dim, row, qo_head, kv_head, result):
     store_number(address + int64(dim) * result.out_dim, result.out_kind, value)
 
 
-def make_publish(out_dim: Callable, out_tiles: int, pitch: int) -> Callable:
-    """Return the function by which a warp lays its tile's state down in shared memory.
+def make_publish(out_dim: Callable, out_tiles: int, pitch: int, rows: int = 2) -> Callable:
+    """Return the function by which a warp lays its tile's state down in shared memory, `rows` rows of each lane.
 
-    Accumulators are ``[16, pitch / 4]`` float32, `partials` is ``[16, 2]``: maximum and sum of each row.
+    Accumulators are ``[8 * rows, pitch / 4]`` float32, `partials` is ``[8 * rows, 2]``: maximum and sum of each row.
     """
 
     @register_jitable
     def publish(o, m, d_sum, accumulators, partials, lane):
         r, c = lane >> int32(2), lane & int32(3)
-        for i in range(2):
+        for i in range(rows):
             row = r + int32(8 * i)
             total = d_sum[i] + ptx.exchange_f32(d_sum[i], int32(1))
             total += ptx.exchange_f32(total, int32(2))
@@ -70,9 +71,93 @@ def make_publish(out_dim: Callable, out_tiles: int, pitch: int) -> Callable:
             for tile in range(out_tiles):
                 for e in range(2):
                     at = accumulators + row * int32(pitch) + out_dim(tile, e, c) * int32(4)
-                    ptx.shared_store_f32(at, o[4 * tile + 2 * i + e])
+                    ptx.shared_store_f32(at, o[4 * (out_tiles * (i // 2) + tile) + 2 * (i % 2) + e])
 
     return publish
+
+
+def make_write_rows(warps: int, rows: int) -> Callable:
+    """Return the function by which a warp merges what `warps` warps published of `rows` rows, at most 32, and writes."""
+
+    @register_jitable
+    def store_four(value, dim, row, qo_head, kv_head, result):
+        """Store four neighbouring numbers of a finished row, by one instruction where that is possible."""
+        item = int64(4) if result.out_kind == F32 else int64(2)
+        address = result.out + int64(row) * result.out_row + int64(qo_head) * result.out_head + int64(dim) * item
+        plain = result.v_scale == int64(0) and result.gate == int64(0) and result.out_dim == item
+        if not plain or address & int64(7) != int64(0) or result.out_kind == F32:
+            for e in range(4):
+                store_result(value[e], dim + int32(e), row, qo_head, kv_head, result)
+        else:
+            unit = result.v_unit
+            if result.out_kind == BF16:
+                low, high = ptx.pack_bf16(value[0] * unit, value[1] * unit), ptx.pack_bf16(value[2] * unit, value[3] * unit)
+            else:
+                low, high = ptx.pack_f16(value[0] * unit, value[1] * unit), ptx.pack_f16(value[2] * unit, value[3] * unit)
+            ptx.store_2u32(address, low, high)
+
+    @register_jitable
+    def write_rows(
+        accumulators, pitch, partials, begin, step, count, lane, row, qo_head, kv_head, state, result
+    ):  # fmt: skip
+        """Write rows `begin`, ``begin + step``, ... of the tile's first `count`.
+
+        Lane i < count gives row i's `row` and `qo_head`, and its partial `state`, negative where the row is finished
+        here; it finds what the warps' parts of that row weigh. Then the lanes take four dimensions each, row by row.
+        """
+        own = min(lane, count - int32(1))
+        weight = cuda.local.array(warps, types.float32)
+        m = EMPTY
+        for w in range(warps):
+            m = ptx.maximum(m, ptx.shared_load_f32(partials + (int32(rows * w) + own) * int32(8)))
+        base = shift(m)
+        d_sum = float32(0)
+        for w in range(warps):
+            at = partials + (int32(rows * w) + own) * int32(8)
+            weight[w] = state_weight(ptx.shared_load_f32(at), base)
+            d_sum += ptx.shared_load_f32(at + int32(4)) * weight[w]
+        partial = state >= int32(0)
+        inverse, row_lse = normalise(m, d_sum, int64(0) if partial else result.sinks, qo_head)
+        for w in range(warps):
+            weight[w] = weight[w] * inverse if inverse != float32(0) else float32(0)
+        slot = int64(state) * int64(result.num_qo_heads) + int64(qo_head)
+        if lane < count and begin == int32(0):
+            if partial:
+                ptx.store_f32(result.state_s + slot * int64(4), row_lse)
+            elif result.lse != int64(0):
+                address = result.lse + int64(row) * result.lse_row + int64(qo_head) * result.lse_head
+                ptx.store_f32(address, row_lse * result.lse_unit)
+        value, factor = cuda.local.array(4, types.float32), cuda.local.array(warps, types.float32)
+        tile_row = begin
+        while tile_row < count:
+            row_now, head_now = ptx.from_lane_i32(row, tile_row), ptx.from_lane_i32(qo_head, tile_row)
+            target = result.state_v + ptx.from_lane_i64(slot, tile_row) * int64(result.head_dim * int32(4))
+            for w in range(warps):
+                factor[w] = ptx.from_lane_f32(weight[w], tile_row)
+            dim = int32(4) * lane
+            while dim < result.head_dim:
+                for e in range(4):
+                    value[e] = float32(0)
+                for w in range(warps):
+                    if factor[w] != float32(0):  # a warp without keys has summed nothing
+                        at = accumulators + (int32(rows * w) + tile_row) * pitch + dim * int32(4)
+                        x0, x1, x2, x3 = ptx.shared_load_4u32(at)
+                        value[0] += factor[w] * ptx.bits_float(x0)
+                        value[1] += factor[w] * ptx.bits_float(x1)
+                        value[2] += factor[w] * ptx.bits_float(x2)
+                        value[3] += factor[w] * ptx.bits_float(x3)
+                if partial:
+                    x0, x1 = ptx.float_bits(value[0]), ptx.float_bits(value[1])
+                    x2, x3 = ptx.float_bits(value[2]), ptx.float_bits(value[3])
+                    ptx.store_4u32(target + int64(dim) * int64(4), x0, x1, x2, x3)
+                else:
+                    store_four(value, dim, row_now, head_now, kv_head, result)
+                dim += int32(128)
+                keep_rolled()
+            tile_row += step
+            keep_rolled()
+
+    return write_rows
 
 
 def make_write_row(warps: int, rows: int) -> Callable:

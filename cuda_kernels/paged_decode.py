@@ -1,6 +1,6 @@
 """Split-KV paged attention for few query rows: the (row, head) pairs of one KV head fill a tensor-core tile of 16.
 
-A block takes one work item, one KV head and 16 pairs. Its four warps read interleaved tiles of 16 keys, each through
+A block takes one work item, one KV head and 16 pairs. Its four warps read interleaved tiles of keys, each through
 its own ring of `cp.async` stages, so no warp waits for another until their four partial softmaxes are merged in shared
 memory. The result is a partial state, or the finished row where nothing else contributes to it.
 """
@@ -12,7 +12,8 @@ from numba.cuda import float32, int32, int64, types, uint32
 
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.compile import Kernel
-from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_write_row
+from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_write_rows
+from nbattn.cuda_kernels.formats import CACHE_FORMATS
 from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules
 from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.rows import (
@@ -24,6 +25,7 @@ from nbattn.cuda_kernels.rows import (
     ROW_END,
     STATE,
     item_and_head,
+    make_keys_of_warp,
     make_score_tile,
     make_set_up_rows,
     row_and_head,
@@ -47,8 +49,10 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     full : bool
         Compile soft cap, ALiBi and masks in.
     """
-    tile = make_tile(cache, head_dim, 16)
-    STAGE, K_TILE, ITEM = 16 * (tile.K_ROW + tile.V_ROW), 16 * tile.K_ROW, tile.ITEM
+    KEYS = 32 if head_dim <= 128 and CACHE_FORMATS[cache].item_bytes == 1 else 16  # 8 KB a tile at most head sizes
+    tile = make_tile(cache, head_dim, KEYS, KEYS)
+    STAGE, K_TILE, ITEM = KEYS * (tile.K_ROW + tile.V_ROW), KEYS * tile.K_ROW, tile.ITEM
+    STEP, ALL = KEYS * WARPS, (1 << KEYS) - 1
     RING = STAGES * STAGE
     PITCH = 4 * head_dim + 32  # of a row of accumulators; they take the rings' place
     SCRATCH = WARPS * RING
@@ -57,13 +61,13 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     SHARED = QUERY + tile.Q_BYTES
     Q_SHARED = tile.Q_SHARED
     Q_WORDS, S_NUMBERS, P_WORDS, O_NUMBERS = tile.Q_WORDS, tile.S_NUMBERS, tile.P_WORDS, tile.O_NUMBERS
-    set_up_rows = make_set_up_rows(tile.load_query)
+    set_up_rows, keys_of_warp = make_set_up_rows(tile.load_query, 2), make_keys_of_warp(2)
     fetch, multiply_keys, soften = tile.fetch, tile.multiply_keys, tile.soften
     pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
     HAS_NONFINITE = tile.HAS_NONFINITE  # int8 holds neither NaN nor infinity
     has_nonfinite, select_values = tile.has_nonfinite, tile.select_values
-    score_tile = make_score_tile(1, full)
-    publish, write_row = make_publish(tile.out_dim, O_NUMBERS // 4, PITCH), make_write_row(WARPS, 16)
+    score_tile = make_score_tile(KEYS, 2, full)
+    publish, write_rows = make_publish(tile.out_dim, O_NUMBERS // 4, PITCH), make_write_rows(WARPS, 16)
     wait_for_oldest, wait_for_all = ptx.WAIT_COPIES[STAGES - 2], ptx.WAIT_COPIES[0]
 
     def paged_decode(
@@ -97,12 +101,26 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         key_end, page_begin = work_field(work, item, KEY_END), work_field(work, item, PAGE_BEGIN)
         key_position = work_field(work, item, KEY_POSITION)
 
+        # fill the ring, before anything that waits for memory: this warp's tiles are STEP keys apart
+        key0 = int32(work_field(work, item, KEY_BEGIN) + warp * int32(KEYS))
+        ahead = int32(key0 + (lane & int32(KEYS - 1)))
+        bits_1 = bits_2 = uint32(0)
+        for stage in range(STAGES - 1):
+            page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+            place = ring + int32(stage * STAGE)
+            bits_1 = bits_2
+            bits_2 = fetch(place, place + int32(K_TILE), page, slot, lane, pages)
+            ptx.commit_copies()
+            ahead = int32(ahead + int32(STEP))
+        page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+
         query = shared + int32(QUERY) if Q_SHARED else cuda.local.array(Q_WORDS, types.uint32)
         first, end = cuda.local.array(2, types.int32), cuda.local.array(2, types.int32)
         unit, slope = cuda.local.array(2, types.float32), cuda.local.array(2, types.float32)
         position, mask_at = cuda.local.array(2, types.int32), cuda.local.array(2, types.int64)
         set_up_rows(query, unit, first, end, slope, position, mask_at, work, item, first_pair, pairs, kv_head, lane,
                     warp == int32(0), queries, rules)  # fmt: skip
+        _, _, all_low, all_high = keys_of_warp(first, end)
         if Q_SHARED:
             ptx.sync_block()
 
@@ -114,18 +132,6 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         for i in range(2):
             m[i], d_sum[i] = EMPTY, float32(0)
 
-        # fill the ring: this warp's tiles start at key0, key0 + 64, ...
-        key0 = int32(work_field(work, item, KEY_BEGIN) + warp * int32(16))
-        ahead = int32(key0 + (lane & int32(15)))
-        bits_1 = bits_2 = uint32(0)
-        for stage in range(STAGES - 1):
-            page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
-            place = ring + int32(stage * STAGE)
-            bits_1 = bits_2
-            bits_2 = fetch(place, place + int32(K_TILE), page, slot, lane, pages)
-            ptx.commit_copies()
-            ahead = int32(ahead + int32(16 * WARPS))
-        page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
         used, filled = ring, ring + int32((STAGES - 1) * STAGE)
         while key0 < key_end:
             wait_for_oldest()
@@ -133,10 +139,12 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             bits[0], bits_1 = bits_1, bits_2
             bits_2 = fetch(filled, filled + int32(K_TILE), page, slot, lane, pages)
             ptx.commit_copies()
-            ahead = int32(ahead + int32(16 * WARPS))
+            ahead = int32(ahead + int32(STEP))
             page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
             multiply_keys(query, s, used, lane)
-            dropped = score_tile(s, bits, key0, c, unit, first, end, slope, position, mask_at, key_position, rules)
+            whole = key0 >= all_low and int32(key0 + int32(KEYS)) <= all_high and bits[0] == uint32(ALL)
+            dropped = score_tile(s, bits, key0, c, whole, unit, first, end, slope, position, mask_at, key_position,
+                                 rules)  # fmt: skip
             soften(s, m, d_sum, o)
             v_tile = used + int32(K_TILE)
             if HAS_NONFINITE and ptx.ballot(dropped) != uint32(0) and has_nonfinite(v_tile, lane):
@@ -144,7 +152,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             else:
                 pack_weights(s, p)
                 multiply_values(p, o, v_tile, lane)
-            key0 = int32(key0 + int32(16 * WARPS))
+            key0 = int32(key0 + int32(STEP))
             filled = used
             used = used + int32(STAGE) if used < ring + int32(RING - STAGE) else ring
             keep_rolled()
@@ -153,13 +161,10 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         ptx.sync_block()  # the rings are free
         publish(o, m, d_sum, shared + warp * int32(16 * PITCH), partials + warp * int32(128), lane)
         ptx.sync_block()
+        row, qo_head = row_and_head(min(first_pair + lane, pairs - int32(1)), row_begin, kv_head, group_size)
         state = work_field(work, item, STATE)
-        tile_row = warp
-        while tile_row < min(int32(16), pairs - first_pair):
-            row, qo_head = row_and_head(first_pair + tile_row, row_begin, kv_head, group_size)
-            slot = state + row - row_begin if state >= int32(0) else int32(-1)
-            write_row(shared, int32(PITCH), partials, tile_row, lane, row, qo_head, kv_head, slot, result)
-            tile_row += int32(WARPS)
-            keep_rolled()
+        state = int32(state + row - row_begin) if state >= int32(0) else state
+        count = int32(min(int32(16), pairs - first_pair))
+        write_rows(shared, int32(PITCH), partials, warp, int32(WARPS), count, lane, row, qo_head, kv_head, state, result)
 
     return Kernel(paged_decode, 32 * WARPS, 1 if head_dim > 128 else 2, SHARED)

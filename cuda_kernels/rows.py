@@ -107,23 +107,33 @@ def biased_score(score, distance, slope, mask_at, rules):
     return score, keep
 
 
-def make_score_tile(groups: int, full: bool) -> Callable:
-    """Return the function that turns ``q @ k.T`` of ``16 * groups`` keys into scores, dropped keys at -inf."""
+def make_score_tile(keys: int, rows: int, full: bool) -> Callable:
+    """Return the function that turns ``q @ k.T`` of `keys` keys and a lane's `rows` rows into scores."""
+    GROUPS, S_ROWS = keys // 16, keys // 2
 
     @register_jitable
-    def score_tile(s, bits, key0, c, unit, first, end, slope, position, mask_at, key_position, rules):
-        """Scale, bias and mask `s`; return 1 if a row drops a key whose value is there, else 0.
+    def score_tile(s, bits, key0, c, whole, unit, first, end, slope, position, mask_at, key_position, rules):
+        """Scale, bias and mask `s`; dropped keys get -inf. Return 1 if a row drops a key whose value is there, else 0.
 
         Per row of the lane: `unit` scales, ``[first, end)`` is what it sees (``end < 0``: no row, whatever it says).
+        Bit j of `bits` tells whether key j exists; where `whole` is true all do, and all rows see them.
         """
         dropped = int32(0)
-        for n in range(2 * groups):
+        if not full and whole:
+            for i in range(rows):
+                for n in range(2 * GROUPS):
+                    j = S_ROWS * (i // 2) + 4 * n + 2 * (i % 2)
+                    s[j] *= unit[i]
+                    s[j + 1] *= unit[i]
+            return dropped
+        for n in range(2 * GROUPS):
             for e in range(2):
-                column = int32(int32(8 * (n % 2) + e) + int32(2) * c)
-                mapped = (bits[n // 2] >> uint32(column)) & uint32(1) != uint32(0)
-                key = int32(key0 + int32(16 * (n // 2)) + column)
-                for i in range(2):
-                    score = s[4 * n + 2 * i + e] * unit[i]
+                column = int32(8 * n + e) + int32(2) * c
+                mapped = (bits[n // 4] >> uint32(int32(8 * (n % 4) + e) + int32(2) * c)) & uint32(1) != uint32(0)
+                key = int32(key0 + column)
+                for i in range(rows):
+                    j = S_ROWS * (i // 2) + 4 * n + 2 * (i % 2) + e
+                    score = s[j] * unit[i]
                     keep = mapped and key >= first[i] and key < end[i]
                     if full:
                         if keep:
@@ -134,15 +144,15 @@ def make_score_tile(groups: int, full: bool) -> Callable:
                             score, keep = biased_score(score, distance, slope[i], at, rules)
                     if mapped and not keep and end[i] >= int32(0):
                         dropped = int32(1)
-                    s[4 * n + 2 * i + e] = score if keep else EMPTY
+                    s[j] = score if keep else EMPTY
             unroll_fully()
         return dropped
 
     return score_tile
 
 
-def make_set_up_rows(load_query: Callable) -> Callable:
-    """Return the function that finds out all about a lane's two rows of the tile, r and r + 8."""
+def make_set_up_rows(load_query: Callable, rows: int) -> Callable:
+    """Return the function that finds out all about a lane's `rows` rows of the tile: r, r + 8, ..."""
 
     @register_jitable
     def set_up_rows(
@@ -151,7 +161,7 @@ def make_set_up_rows(load_query: Callable) -> Callable:
     ):  # fmt: skip
         """Load the rows' queries and fill what `score_tile` takes, by `groups.Queries` and `groups.Rules`."""
         row_begin = work_field(work, item, ROW_BEGIN)
-        for i in range(2):
+        for i in range(rows):
             pair = int32(first_pair + (lane >> int32(2)) + int32(8 * i))
             row, qo_head = row_and_head(min(pair, pairs - int32(1)), row_begin, kv_head, queries.group_size)
             address = queries.q + int64(row) * queries.row + int64(qo_head) * queries.head
@@ -166,14 +176,24 @@ def make_set_up_rows(load_query: Callable) -> Callable:
     return set_up_rows
 
 
-@register_jitable
-def keys_of_warp(first, end):
-    """Return the interval that covers what the warp's rows see; empty if they see nothing."""
-    low, high = int32(0x7FFFFFFF), int32(0)
-    for i in range(2):
-        if first[i] < end[i]:
-            low, high = int32(min(low, first[i])), int32(max(high, end[i]))
-    for distance in (4, 8, 16):
-        low = int32(min(low, ptx.exchange_i32(low, int32(distance))))
-        high = int32(max(high, ptx.exchange_i32(high, int32(distance))))
-    return low, high
+def make_keys_of_warp(rows: int) -> Callable:
+    """Return the function that finds what a warp's rows see, `rows` of each lane."""
+
+    @register_jitable
+    def keys_of_warp(first, end):
+        """Return the interval that covers what the rows see, empty if they see nothing, and that which all see."""
+        low, high = int32(0x7FFFFFFF), int32(0)
+        all_low, all_high = int32(0), int32(0x7FFFFFFF)
+        for i in range(rows):
+            if first[i] < end[i]:
+                low, high = int32(min(low, first[i])), int32(max(high, end[i]))
+            if end[i] >= int32(0):
+                all_low, all_high = int32(max(all_low, first[i])), int32(min(all_high, end[i]))
+        for distance in (4, 8, 16):
+            low = int32(min(low, ptx.exchange_i32(low, int32(distance))))
+            high = int32(max(high, ptx.exchange_i32(high, int32(distance))))
+            all_low = int32(max(all_low, ptx.exchange_i32(all_low, int32(distance))))
+            all_high = int32(min(all_high, ptx.exchange_i32(all_high, int32(distance))))
+        return low, high, all_low, all_high
+
+    return keys_of_warp

@@ -6,7 +6,7 @@ from math import ceil
 
 from nbattn.errors import TargetError
 
-DECODE_ROWS, PREFILL_ROWS = 16, 64  # (query row, head) pairs of one block
+DECODE_ROWS, PREFILL_ROWS = 16, 128  # (query row, head) pairs of one block
 PLAIN_WARPS = 4
 MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS, PAIR_THREADS = 256, 8, 8, 128  # see merge_states and merge_pair
 CHUNK_BYTES = 16  # that a lane of a merge takes at a time, where rows are packed and aligned

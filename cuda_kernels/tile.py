@@ -1,7 +1,8 @@
-"""The tensor-core tile: 16 query rows against 16 or more keys, held by one warp.
+"""The tensor-core tile: 16 or 32 query rows against 16 or more keys, held by one warp.
 
 A warp's lane number is ``4 r + c``. Of every 16x8 result it holds rows r and r + 8, columns 2c and 2c + 1, as four
-float32 ``[row r: 2c, 2c + 1, row r + 8: 2c, 2c + 1]``; scores `s` and accumulator `o` are such results side by side.
+float32 ``[row r: 2c, 2c + 1, row r + 8: 2c, 2c + 1]``; scores `s` and accumulator `o` are such results side by side,
+those of rows 16 to 31 after those of rows 0 to 15. What a lane keeps per row is ordered r, r + 8, r + 16, r + 24.
 The tile's rows are (query row, query head) pairs of one KV head, so that a group's heads share the keys they read.
 
 Rows of K and V lie in shared memory as 16-byte chunks, chunk j of row i at place ``j ^ (i % 8)``: no bank conflicts.
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from numba.cuda import float32, int32, int64, uint32
+from numba import cuda
+from numba.cuda import float32, int32, int64, types, uint32
 from numba.extending import register_jitable
 
 from nbattn.cuda_kernels import ptx
-from nbattn.cuda_kernels.formats import CACHE_FORMATS, F16, load_pair
+from nbattn.cuda_kernels.formats import BF16, CACHE_FORMATS, F16, load_pair
 from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
 from nbattn.indexing import mapped_page, page_and_slot
 from nbattn.scoring import shift, state_weight
@@ -46,7 +48,7 @@ def add(x, y):
     return x + y
 
 
-def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
+def make_tile(cache: str, head_dim: int, keys: int, fetched: int = 16, sixteens: int = 1) -> SimpleNamespace:
     """Return the tile's steps for a cache format, a head-size class and a number of keys, a multiple of 16.
 
     Parameters
@@ -57,14 +59,21 @@ def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
         The class: both head sizes are run-time values up to it; what is missing reads as zero.
     keys : int
         Keys that one round of the softmax handles.
+    fetched : int
+        Keys that a warp brings at once: 8, 16 or 32.
+    sixteens : int
+        Query rows over 16.
     """
     form = CACHE_FORMATS[cache]
     pack, unpack, widen, multiply = form.pack, form.unpack, form.widen, form.multiply
     WIDEN, HALF = form.item_bytes == 1, form.multiply is ptx.multiply_f16
+    OWN_KIND = F16 if HALF else BF16
     K_ROW = V_ROW = head_dim * form.item_bytes
     ITEM = form.item_bytes
-    Q_SHARED = head_dim > 128  # the accumulators leave no registers for q
+    Q_SHARED = head_dim * sixteens > 128  # the accumulators leave no registers for q
+    S_ROWS, O_ROWS, ROWS = 2 * keys // 4, head_dim // 2, 2 * sixteens  # numbers of 16 rows, rows of a lane
     STEPS, GROUPS, OUT_TILES = head_dim // 16, keys // 16, head_dim // 8
+    PAIRS = 2 * STEPS  # of neighbouring numbers, that a lane holds of a row of q
     PROBE_BITS, PROBE_ADD, PROBE_HIT = (uint32(x) for x in form.probe)
 
     @register_jitable
@@ -82,85 +91,93 @@ def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
         return int32(tile * 8 + e) + int32(2) * c
 
     @register_jitable
-    def power_of_two_unit(address, kind, head_dim, c):
-        """Return the power of two above a row's largest |q|: float16 fragments hold q over it."""
-        top = float32(0)
-        for step in range(STEPS):
-            for half in range(2):
-                dim = first_dim(step, half, c)
-                if dim < head_dim:
-                    x, y = load_pair(address, int64(dim), kind)
-                    top = ptx.maximum(top, ptx.maximum(abs(x), abs(y)))
-        top = over_quad(top, ptx.maximum)
-        exponent = ptx.float_bits(top) & uint32(0x7F800000)
-        exponent = min(max(exponent, uint32(0x10000000)), uint32(0x6F000000))  # its inverse is a number too
-        return ptx.bits_float(exponent)
+    def round_query(words, address, kind, head_dim, c):
+        """Load a row of q of another format and round it to the tile's; return what it has been divided by.
 
-    @register_jitable
-    def load_query(q, address, i, kind, head_dim, lane, writes):
-        """Load row r (i = 0) or r + 8 (i = 1) of the lane into `q`; return what scores are to be multiplied by.
-
-        `q` is a local array, or, where head sizes leave no registers, the address of ``[steps, 32, 4]`` words, which
-        a warp fills if it `writes`.
+        float16 has a short range: its rows are divided by the power of two above their largest number.
         """
-        c = lane & int32(3)
+        x, y = cuda.local.array(PAIRS, types.float32), cuda.local.array(PAIRS, types.float32)
+        top = float32(0)
+        for i in range(PAIRS):
+            dim = first_dim(i // 2, i % 2, c)
+            x[i], y[i] = float32(0), float32(0)
+            if dim < head_dim:
+                x[i], y[i] = load_pair(address, int64(dim), kind)
+            top = ptx.maximum(top, ptx.maximum(abs(x[i]), abs(y[i])))
         unit = float32(1)
-        if HALF and kind != F16:
-            unit = power_of_two_unit(address, kind, head_dim, c)
+        if HALF:
+            exponent = ptx.float_bits(over_quad(top, ptx.maximum)) & uint32(0x7F800000)
+            exponent = min(max(exponent, uint32(0x10000000)), uint32(0x6F000000))  # its inverse is a number too
+            unit = ptx.bits_float(exponent)
         inverse = ptx.divide(float32(1), unit)
-        for step in range(STEPS):
-            for half in range(2):
-                dim = first_dim(step, half, c)
-                pair = uint32(0)
-                if dim < head_dim:
-                    x, y = load_pair(address, int64(dim), kind)
-                    pair = pack(x * inverse, y * inverse)
-                word = 2 * half + i
-                if Q_SHARED:
-                    if writes:
-                        ptx.shared_store_u32(q + int32(512 * step + 4 * word) + (lane << int32(4)), pair)
-                else:
-                    q[4 * step + word] = pair
+        for i in range(PAIRS):
+            words[i] = pack(x[i] * inverse, y[i] * inverse)
         return unit
 
     @register_jitable
-    def query_words(q, step, lane):
-        """Return the lane's fragment of q of one step of 16 dimensions."""
+    def load_query(q, address, i, kind, head_dim, lane, writes):
+        """Load the lane's row number i into `q`; return what scores are to be multiplied by.
+
+        `q` is a local array, or, where head sizes leave no registers, the address of ``[steps, sixteens, 32, 4]``
+        words, which a warp fills if it `writes`.
+        """
+        c = lane & int32(3)
+        words = cuda.local.array(PAIRS, types.uint32)
+        unit = float32(1)
+        if kind == OWN_KIND:
+            for j in range(PAIRS):  # all loads under way at once
+                dim = first_dim(j // 2, j % 2, c)
+                words[j] = ptx.load_u32_if(address + int64(dim) * int64(2), int32(dim < head_dim))
+        else:
+            unit = round_query(words, address, kind, head_dim, c)
+        for j in range(PAIRS):
+            word, place = 2 * (j % 2) + i % 2, j // 2 * sixteens + i // 2
+            if Q_SHARED:
+                if writes:
+                    ptx.shared_store_u32(q + int32(512 * place + 4 * word) + (lane << int32(4)), words[j])
+            else:
+                q[4 * place + word] = words[j]
+        return unit
+
+    @register_jitable
+    def query_words(q, step, t, lane):
+        """Return the lane's fragment of q of 16 rows and one step of 16 dimensions."""
+        place = step * sixteens + t
         if Q_SHARED:
-            return ptx.shared_load_4u32(q + int32(512 * step) + (lane << int32(4)))
-        return q[4 * step], q[4 * step + 1], q[4 * step + 2], q[4 * step + 3]
+            return ptx.shared_load_4u32(q + int32(512 * place) + (lane << int32(4)))
+        return q[4 * place], q[4 * place + 1], q[4 * place + 2], q[4 * place + 3]
 
     @register_jitable
     def fetch(k_tile, v_tile, page, slot, lane, pages):
-        """Start copying 16 keys' rows of K and V; lane i gives page and slot of key ``i % 16``.
+        """Start copying `fetched` keys' rows of K and V; lane i gives page and slot of key ``i % fetched``.
 
         `pages` is a `groups.Pages`. Returns the bits of the keys that exist; the others' rows are filled with zeros.
         """
-        if not mapped_page(page, pages.num_pages):
-            page = int32(-1)
-        mapped = ptx.ballot(page + int32(1))
-        column = lane & int32(7)
-        for i in range(4):  # 8 lanes a row, 4 rows a turn
-            key = int32(4 * i) + (lane >> int32(3))
-            key_page, key_slot = ptx.from_lane_i32(page, key), ptx.from_lane_i32(slot, key)
-            size = int32(16) if key_page >= int32(0) else int32(0)
-            key_page = max(key_page, int32(0))
+        exists = mapped_page(page, pages.num_pages)
+        mapped = ptx.ballot(int32(exists))
+        page, slot = int64(page) if exists else int64(0), int64(slot) if exists else int64(0)
+        k_offset = page * pages.k_page + slot * pages.k_slot
+        v_offset = page * pages.v_page + slot * pages.v_slot
+        column, first = lane & int32(7), lane >> int32(3)
+        for i in range(fetched // 4):  # 8 lanes a row, 4 rows a turn
+            key = int32(4 * i) + first
+            size = int32(((mapped >> uint32(key)) & uint32(1)) << uint32(4))
             swizzle = key & int32(7)
-            source = pages.k + int64(key_page) * pages.k_page + int64(key_slot) * pages.k_slot
+            source = pages.k + ptx.from_lane_i64(k_offset, key)
             target = k_tile + key * int32(K_ROW)
             for j in range(K_ROW // 128):
                 chunk = int32(8 * j) + column
                 inside = size if (chunk << int32(4)) < pages.k_bytes else int32(0)
                 offset = int64(min(chunk << int32(4), pages.k_bytes - int32(16)))
                 ptx.copy_async(target + ((chunk ^ swizzle) << int32(4)), source + offset, inside)
-            source = pages.v + int64(key_page) * pages.v_page + int64(key_slot) * pages.v_slot
+            source = pages.v + ptx.from_lane_i64(v_offset, key)
             target = v_tile + key * int32(V_ROW)
             for j in range(V_ROW // 128):
                 chunk = int32(8 * j) + column
                 inside = size if (chunk << int32(4)) < pages.v_bytes else int32(0)
                 offset = int64(min(chunk << int32(4), pages.v_bytes - int32(16)))
                 ptx.copy_async(target + ((chunk ^ swizzle) << int32(4)), source + offset, inside)
-        return mapped & uint32(0xFFFF)
+        return mapped & uint32((1 << fetched) - 1)
 
     @register_jitable
     def accumulate(c, i, a, b0, b1):
@@ -175,30 +192,35 @@ def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
         row = (lane & int32(7)) + ((lane >> int32(4)) << int32(3))
         place = (((lane >> int32(3)) & int32(1)) ^ (lane & int32(7))) << int32(4)
         base = k_tile + row * int32(K_ROW)
-        for i in range(8 * GROUPS):
+        for i in range(sixteens * S_ROWS):
             s[i] = float32(0)
         for pair in range(K_ROW // 32):  # 32 bytes of a row of K: one step of 16 numbers, or two of 8-bit numbers
-            a = query_words(q, 2 * pair if WIDEN else pair, lane)
-            a_next = query_words(q, 2 * pair + 1, lane) if WIDEN else a
             for g in range(GROUPS):
                 x0, x1, x2, x3 = ptx.load_matrices(base + int32(g * 16 * K_ROW) + (place ^ int32(pair << 5)))
-                if WIDEN:
-                    accumulate(s, 8 * g, a, widen(x0), widen(x0 >> uint32(16)))
-                    accumulate(s, 8 * g + 4, a, widen(x2), widen(x2 >> uint32(16)))
-                    accumulate(s, 8 * g, a_next, widen(x1), widen(x1 >> uint32(16)))
-                    accumulate(s, 8 * g + 4, a_next, widen(x3), widen(x3 >> uint32(16)))
-                else:
-                    accumulate(s, 8 * g, a, x0, x1)
-                    accumulate(s, 8 * g + 4, a, x2, x3)
+                for t in range(sixteens):
+                    i = S_ROWS * t + 8 * g
+                    if WIDEN:
+                        a, a_next = query_words(q, 2 * pair, t, lane), query_words(q, 2 * pair + 1, t, lane)
+                        accumulate(s, i, a, widen(x0), widen(x0 >> uint32(16)))
+                        accumulate(s, i + 4, a, widen(x2), widen(x2 >> uint32(16)))
+                        accumulate(s, i, a_next, widen(x1), widen(x1 >> uint32(16)))
+                        accumulate(s, i + 4, a_next, widen(x3), widen(x3 >> uint32(16)))
+                    else:
+                        a = query_words(q, pair, t, lane)
+                        accumulate(s, i, a, x0, x1)
+                        accumulate(s, i + 4, a, x2, x3)
             unroll_fully()
 
     @register_jitable
     def soften(s, m, d_sum, o):
         """Online softmax: turn scores into weights under the new maxima, and rescale what has been summed."""
-        for i in range(2):
+        alphas = cuda.local.array(ROWS, types.float32)
+        rises = int32(0)
+        for i in range(ROWS):
+            j = S_ROWS * (i // 2) + 2 * (i % 2)
             top = m[i]
             for n in range(2 * GROUPS):
-                top = ptx.maximum(top, ptx.maximum(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]))
+                top = ptx.maximum(top, ptx.maximum(s[j + 4 * n], s[j + 4 * n + 1]))
             top = over_quad(top, ptx.maximum)
             base = shift(top)
             alpha = state_weight(m[i], base)
@@ -206,18 +228,23 @@ def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
             total = d_sum[i] * alpha
             for n in range(2 * GROUPS):
                 for e in range(2):
-                    weight = state_weight(s[4 * n + 2 * i + e], base)
-                    s[4 * n + 2 * i + e] = weight
+                    weight = state_weight(s[j + 4 * n + e], base)
+                    s[j + 4 * n + e] = weight
                     total += weight
-            d_sum[i] = total
-            for n in range(OUT_TILES):
-                o[4 * n + 2 * i] *= alpha
-                o[4 * n + 2 * i + 1] *= alpha
+            d_sum[i], alphas[i] = total, alpha
+            if alpha != float32(1):
+                rises = int32(1)
+        if ptx.ballot(rises) != uint32(0):  # seldom after the first tiles
+            for i in range(ROWS):
+                for n in range(OUT_TILES):
+                    j = O_ROWS * (i // 2) + 4 * n + 2 * (i % 2)
+                    o[j] *= alphas[i]
+                    o[j + 1] *= alphas[i]
 
     @register_jitable
     def pack_weights(s, p):
         """Round the weights to 16 bits; a result's layout is that of the next product's left side."""
-        for n in range(4 * GROUPS):
+        for n in range(sixteens * S_ROWS // 2):
             p[n] = pack(s[2 * n], s[2 * n + 1])
 
     @register_jitable
@@ -226,19 +253,21 @@ def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
         base = v_tile + (lane & int32(15)) * int32(V_ROW)
         place = ((lane >> int32(4)) ^ (lane & int32(7))) << int32(4)
         for g in range(GROUPS):
-            a = p[4 * g], p[4 * g + 1], p[4 * g + 2], p[4 * g + 3]
             for pair in range(V_ROW // 32):
                 x0, x1, x2, x3 = ptx.load_matrices_transposed(base + int32(g * 16 * V_ROW) + (place ^ int32(pair << 5)))
-                if WIDEN:
-                    for odd in range(2):
-                        select = uint32(0x3131 if odd else 0x2020)
-                        y0, y1 = ptx.permute_bytes(x0, x0, select), ptx.permute_bytes(x1, x1, select)
-                        accumulate(o, 16 * pair + 4 * odd, a, widen(y0), widen(y1))
-                        y2, y3 = ptx.permute_bytes(x2, x2, select), ptx.permute_bytes(x3, x3, select)
-                        accumulate(o, 16 * pair + 8 + 4 * odd, a, widen(y2), widen(y3))
-                else:
-                    accumulate(o, 8 * pair, a, x0, x1)
-                    accumulate(o, 8 * pair + 4, a, x2, x3)
+                for t in range(sixteens):
+                    n = S_ROWS // 2 * t + 4 * g
+                    a = p[n], p[n + 1], p[n + 2], p[n + 3]
+                    if WIDEN:
+                        for odd in range(2):
+                            select = uint32(0x3131 if odd else 0x2020)
+                            y0, y1 = ptx.permute_bytes(x0, x0, select), ptx.permute_bytes(x1, x1, select)
+                            accumulate(o, O_ROWS * t + 16 * pair + 4 * odd, a, widen(y0), widen(y1))
+                            y2, y3 = ptx.permute_bytes(x2, x2, select), ptx.permute_bytes(x3, x3, select)
+                            accumulate(o, O_ROWS * t + 16 * pair + 8 + 4 * odd, a, widen(y2), widen(y3))
+                    else:
+                        accumulate(o, O_ROWS * t + 8 * pair, a, x0, x1)
+                        accumulate(o, O_ROWS * t + 8 * pair + 4, a, x2, x3)
                 unroll_fully()
 
     @register_jitable
@@ -268,34 +297,38 @@ def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
         """
         r, c = lane >> int32(2), lane & int32(3)
         for g in range(GROUPS):
-            for n in range(2):
-                for i in range(2):
-                    place = (r + int32(8 * i)) * int32(16) + int32(8 * n) + int32(2) * c
-                    j = 8 * g + 4 * n + 2 * i
-                    ptx.shared_store_2f32(scratch + (place << int32(2)), s[j], s[j + 1])
-            ptx.sync_warp()
-            for k in range(16):
-                key = int32(k)
-                w0 = ptx.shared_load_f32(scratch + ((r * int32(16) + key) << int32(2)))
-                w1 = ptx.shared_load_f32(scratch + (((r + int32(8)) * int32(16) + key) << int32(2)))
-                row = v_tile + (int32(16 * g) + key) * int32(V_ROW) + int32(4) * c
-                swizzle = (key & int32(7)) << int32(4)
-                for chunk in range(V_ROW // 16):  # the lane's four bytes of 16
-                    word = ptx.shared_load_u32(row + (int32(chunk << 4) ^ swizzle))
-                    if WIDEN:
-                        x0, x1 = unpack(widen(word))
-                        x2, x3 = unpack(widen(word >> uint32(16)))
-                        add_selected(o, 8 * chunk, w0, w1, x0)
-                        add_selected(o, 8 * chunk + 4, w0, w1, x1)
-                        add_selected(o, 8 * chunk + 1, w0, w1, x2)
-                        add_selected(o, 8 * chunk + 5, w0, w1, x3)
-                    else:
-                        x0, x1 = unpack(word)
-                        add_selected(o, 4 * chunk, w0, w1, x0)
-                        add_selected(o, 4 * chunk + 1, w0, w1, x1)
-                    unroll_fully()
-                keep_rolled()
-            ptx.sync_warp()
+            for t in range(sixteens):
+                for n in range(2):
+                    for i in range(2):
+                        place = (r + int32(8 * i)) * int32(16) + int32(8 * n) + int32(2) * c
+                        j = S_ROWS * t + 8 * g + 4 * n + 2 * i
+                        ptx.shared_store_2f32(scratch + (place << int32(2)), s[j], s[j + 1])
+                ptx.sync_warp()
+                for k in range(16):
+                    key = int32(k)
+                    w0 = ptx.shared_load_f32(scratch + ((r * int32(16) + key) << int32(2)))
+                    w1 = ptx.shared_load_f32(scratch + (((r + int32(8)) * int32(16) + key) << int32(2)))
+                    row = v_tile + (int32(16 * g) + key) * int32(V_ROW) + int32(4) * c
+                    swizzle = (key & int32(7)) << int32(4)
+                    for chunk in range(V_ROW // 16):  # the lane's four bytes of 16
+                        word = ptx.shared_load_u32(row + (int32(chunk << 4) ^ swizzle))
+                        if WIDEN:
+                            j = O_ROWS * t + 8 * chunk
+                            x0, x1 = unpack(widen(word))
+                            x2, x3 = unpack(widen(word >> uint32(16)))
+                            add_selected(o, j, w0, w1, x0)
+                            add_selected(o, j + 4, w0, w1, x1)
+                            add_selected(o, j + 1, w0, w1, x2)
+                            add_selected(o, j + 5, w0, w1, x3)
+                        else:
+                            j = O_ROWS * t + 4 * chunk
+                            x0, x1 = unpack(word)
+                            add_selected(o, j, w0, w1, x0)
+                            add_selected(o, j + 1, w0, w1, x1)
+                        unroll_fully()
+                    keep_rolled()
+                ptx.sync_warp()
+                unroll_fully()
             unroll_fully()
 
     return SimpleNamespace(
@@ -304,11 +337,12 @@ def make_tile(cache: str, head_dim: int, keys: int) -> SimpleNamespace:
         ITEM=ITEM,
         HAS_NONFINITE=form.probe[2] != 0,
         Q_SHARED=Q_SHARED,
-        Q_WORDS=1 if Q_SHARED else 4 * STEPS,
-        Q_BYTES=512 * STEPS if Q_SHARED else 0,
-        S_NUMBERS=8 * GROUPS,
-        P_WORDS=4 * GROUPS,
-        O_NUMBERS=4 * OUT_TILES,
+        Q_WORDS=1 if Q_SHARED else 4 * STEPS * sixteens,
+        Q_BYTES=512 * STEPS * sixteens if Q_SHARED else 0,
+        ROWS=ROWS,
+        S_NUMBERS=sixteens * S_ROWS,
+        P_WORDS=sixteens * S_ROWS // 2,
+        O_NUMBERS=sixteens * O_ROWS,
         out_dim=out_dim,
         load_query=load_query,
         fetch=fetch,

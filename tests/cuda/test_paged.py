@@ -53,7 +53,7 @@ TILES = [
     Case((37,), heads=(20, 1), kernels=("paged_prefill",)),
     Case((40, 25), rows=(9, 9), kernels=("paged_prefill",)),
     Case((90, 12), rows=(40, 1), heads=(2, 1), layout={"page_size": 7}, kernels=("paged_decode", "paged_prefill")),
-    Case((90,), rows=(70,), heads=(1, 1), values={"window_left": 20, "split_size": 64},
+    Case((150,), rows=(131,), heads=(1, 1), values={"window_left": 20, "split_size": 64},
          kernels=("paged_decode", "paged_prefill", "merge_states")),
     Case((40,), rows=(20,), heads=(2, 1), layout={"dims": (160, 192)}, kernels=("paged_prefill",)),
     Case((40,), rows=(20,), heads=(2, 1), q="float16", cache="float8_e4m3fn", kernels=("paged_prefill",)),
