@@ -90,6 +90,12 @@ int8_pair = instruction(  # the byte as the low bits of 1024 + 128 + x, then min
 load_i32 = instruction("load_i32", "ld.global.nc.u32 $0, [$1];", (i32,), (i64,))
 load_i64 = instruction("load_i64", "ld.global.nc.u64 $0, [$1];", (i64,), (i64,))
 load_u32 = instruction("load_u32", "ld.global.nc.u32 $0, [$1];", (u32,), (i64,))
+load_u32_if = instruction(  # 0 where it is not wanted
+    "load_u32_if",
+    "{.reg .pred p; setp.ne.s32 p, $2, 0; mov.u32 $0, 0; @p ld.global.nc.u32 $0, [$1];}",
+    (u32,),
+    (i64, i32),
+)
 load_u16 = instruction("load_u16", "{.reg .u16 t; ld.global.nc.u16 t, [$1]; cvt.u32.u16 $0, t;}", (u32,), (i64,))
 load_u8 = instruction("load_u8", "{.reg .u16 t; ld.global.nc.u8 t, [$1]; cvt.u32.u16 $0, t;}", (u32,), (i64,))
 load_f32 = instruction("load_f32", "ld.global.nc.f32 $0, [$1];", (f32,), (i64,))
@@ -152,6 +158,15 @@ shared_store_4f32 = instruction(
     "shared_store_4f32", "st.shared.v4.f32 [$0], {$1,$2,$3,$4};", (), (i32, f32, f32, f32, f32), "memory"
 )
 shared_store_u32 = instruction("shared_store_u32", "st.shared.u32 [$0], $1;", (), (i32, u32), "memory")
+shared_store_2u32 = instruction(
+    "shared_store_2u32", "st.shared.v2.u32 [$0], {$1,$2};", (), (i32, u32, u32), "memory"
+)
+shared_store_u16 = instruction(
+    "shared_store_u16", "{.reg .u16 t; cvt.u16.u32 t, $1; st.shared.u16 [$0], t;}", (), (i32, u32), "memory"
+)
+shared_store_u8 = instruction(
+    "shared_store_u8", "{.reg .u16 t; cvt.u16.u32 t, $1; st.shared.u8 [$0], t;}", (), (i32, u32), "memory"
+)
 copy_async = instruction(  # 16 bytes to shared memory, of which the last input (0 or 16) are read and the rest zero
     "copy_async", "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", (), (i32, i64, i32), "memory"
 )
@@ -200,6 +215,14 @@ from_lane_i32 = instruction(
 )
 from_lane_f32 = instruction(
     "from_lane_f32", "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", (f32,), (f32, i32), "ordered"
+)
+from_lane_i64 = instruction(
+    "from_lane_i64",
+    "{.reg .b32 l,h; mov.b64 {l,h}, $1; shfl.sync.idx.b32 l, l, $2, 0x1f, 0xffffffff;"
+    " shfl.sync.idx.b32 h, h, $2, 0x1f, 0xffffffff; mov.b64 $0, {l,h};}",
+    (i64,),
+    (i64, i32),
+    "ordered",
 )
 ballot = instruction(  # bit i: lane i gave a nonzero value
     "ballot",

@@ -251,6 +251,7 @@ def _stand_ins() -> dict[str, Callable]:
         "exchange_f32": _exchange,
         "exchange_i32": _exchange,
         "from_lane_i32": _from_lane,
+        "from_lane_i64": _from_lane,
         "from_lane_f32": _from_lane,
         "ballot": _ballot,
         "sync_warp": lambda: together("warp", "sync_warp", None),
@@ -267,6 +268,7 @@ def _stand_ins() -> dict[str, Callable]:
         "store_2u32": _writer(memory, np.uint32),
         "store_4u32": _writer(memory, np.uint32),
         "shared_store_2f32": _writer(shared, np.float32),
+        "shared_store_2u32": _writer(shared, np.uint32),
         "shared_store_4f32": _writer(shared, np.float32),
     }
     load_f64, store_f64 = _reader(memory, np.float64), _writer(memory, np.float64)
@@ -275,6 +277,8 @@ def _stand_ins() -> dict[str, Callable]:
     four, number = _reader(memory, np.uint32, 4), _reader(memory, np.float32)
     found["read_4u32_if"] = lambda address, wanted: four(address) if wanted else (0, 0, 0, 0)
     found["read_f32_if"] = lambda address, wanted, otherwise: number(address) if wanted else np.float32(otherwise)
+    word = _reader(memory, np.uint32)
+    found["load_u32_if"] = lambda address, wanted: word(address) if wanted else 0
     for n in range(4):
         found[f"wait_copies_{n}"] = _wait(n)
     dtypes = {"i32": np.int32, "i64": np.int64, "u32": np.uint32, "u16": np.uint16, "u8": np.uint8, "f32": np.float32}
