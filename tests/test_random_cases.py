@@ -12,6 +12,21 @@ KINDS = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e
 Q_OF_KIND = {kind: [q for q, caches in KV_DTYPES.items() if q == kind or kind in caches] for kind in KINDS}
 
 
+FOUND = [  # by a campaign
+    testing.PagedCase(  # a dot product that the cap makes small keeps its rounding error
+        seed=562262685, q_dtype="float64", out_dtype="float16", group_size=16, head_dim=128, page_size=2, sm_scale=0.5,
+        layout="block_table", k_scale="head", window_left=100, chunk_size=1, logits_soft_cap=0.5, kv_start=True,
+        split_size=3, kv_lens=(105, 65, 16), qo_lens=(1, 0, 2), causal=False,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOUND, ids=lambda case: str(case.seed))
+def test_cases_that_once_failed(case):
+    result = testing.run_case(case)
+    assert result.passed, result
+
+
 @pytest.mark.parametrize("kind", KINDS)  # one test compiles the kernels of one cache dtype
 def test_random_attention(kind):
     rng = np.random.default_rng([SEED, KINDS.index(kind)])

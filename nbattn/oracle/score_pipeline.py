@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +28,7 @@ class Rounding:
 
 @dataclass
 class Extremes:
-    """The largest kept logit (sinks included) and the largest kept value seen, by magnitude; both enter the budget."""
+    """The largest kept logit (sinks included; before and after a soft cap) and value, by magnitude, for the budget."""
 
     logit: float = 0.0
     value: float = 0.0
@@ -173,6 +173,9 @@ def attend(
             out[:, h], lse[:, h] = softmax_average(s, v[:, kv_head], sinks[h], options.rounding.p)
             if options.extremes is not None:
                 options.extremes.see(np.append(s, sinks[h]), v[keep[:, h].any(axis=0), kv_head])
+                if options.logits_soft_cap:  # the dot product was rounded before the cap made it small
+                    uncapped = replace(options, logits_soft_cap=None).logits(q[:, h], k[:, kv_head], h, j - p[:, None])
+                    options.extremes.see(np.where(keep[:, h], uncapped, -np.inf), 0.0)
     return rounded(out, options.rounding.out), lse / np.log(2.0) if options.lse_base == "2" else lse
 
 

@@ -8,7 +8,9 @@ and for `lse`, ``b`` being 1 for natural units and ``1 / ln 2`` for base 2::
 
     err <= 2 * err(the same, for lse) + 8 * u * ((1 + max|s|) * b + max|lse|)
 
-Errors are maxima over an array; ``max|s|`` runs over kept logits (sinks included), ``max|v|`` over kept values.
+Errors are maxima over an array; ``max|s|`` runs over kept logits (sinks included), ``max|v|`` over kept values. Logits
+count before a soft cap as well: a dot product is rounded in proportion to its own size, and the cap's slope of 1 keeps
+that error (measured: a float64 dot of 128 terms under a cap of 0.5 is 1.13 times over a budget without it).
 The last term of lse: its logarithm and its own rounding err in proportion to it (measured: sequential float32 sums over
 135 equal weights are 1.6 times over a budget without it).
 """
