@@ -11,6 +11,7 @@ import numpy as np
 
 from nbattn.arrays import library_of
 from nbattn.errors import ContractError
+from nbattn.npz import read_npz
 
 if TYPE_CHECKING:
     from nbattn.kv_cache import PagedKV
@@ -117,9 +118,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--request", type=int, help="draw this request's pages; default: a line per request")
     options = parser.parse_args(arguments)
     try:
-        with np.load(options.file) as file:
-            print(_from_arrays(dict(file)).explain(options.request))
-    except (OSError, ValueError) as error:
+        print(_from_arrays(read_npz(options.file)).explain(options.request))
+    except ContractError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
@@ -134,4 +134,5 @@ def _from_arrays(arrays: dict[str, np.ndarray]) -> PagedKV:
             pages = np.broadcast_to(np.float32(0), shape)  # a cache of that many pages without memory
             first = [(pages, pages)] if constructor == "from_page_table" else [pages, pages]
             return getattr(PagedKV, constructor)(*first, **{name: arrays[name] for name in names})
-    raise ContractError(f"file: must hold page_size, num_pages and one whole table, got {sorted(arrays)}. See --help.")
+    held = ", ".join(sorted(arrays))
+    raise ContractError(f"file: must hold page_size, num_pages and one whole table, got {held}. See --help.")

@@ -7,7 +7,6 @@ A file holds q, a cache, its table, options and the kernel's `out` (and `lse`) u
 from __future__ import annotations
 
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from nbattn import oracle
 from nbattn.arrays import dtype_from_name
 from nbattn.errors import ContractError
 from nbattn.kv_cache import PagedKV
+from nbattn.npz import read_npz
 from nbattn.testing import Comparison, compare, expect
 
 HELP = """\
@@ -176,9 +176,13 @@ def _refuse_what_the_library_refuses(function: str, args: list[Any], options: di
 def check_file(path: Path) -> int:
     """Check a file, print the comparisons, and return 0 if all passed, 1 if not, 2 if the file cannot be used."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            results = check_tensors(dict(arrays))
-    except (OSError, ValueError, zipfile.BadZipFile) as error:  # ContractError is a ValueError
+        arrays = read_npz(path)
+    except ContractError as error:
+        print(f"nbattn validate: {error}", file=sys.stderr)
+        return 2
+    try:
+        results = check_tensors(arrays)
+    except ValueError as error:  # a ContractError is one
         print(f"nbattn validate: {path}: {error}", file=sys.stderr)
         return 2
     for result in results:

@@ -92,9 +92,24 @@ def test_command_draws_a_file(form, tmp_path, capsys):
 def test_command_names_what_is_wrong(arrays, message, tmp_path, capsys):
     np.savez(tmp_path / "table.npz", **arrays)
     assert main(["explain", str(tmp_path / "table.npz")]) == 1
-    assert capsys.readouterr().err == message.format(sorted(arrays)) + "\n"
+    assert capsys.readouterr().err == message.format(", ".join(sorted(arrays))) + "\n"
 
 
 def test_command_without_a_file(tmp_path, capsys):
-    assert main(["explain", str(tmp_path / "none.npz")]) == 1
-    assert "none.npz" in capsys.readouterr().err
+    path = tmp_path / "none.npz"
+    assert main(["explain", str(path)]) == 1
+    assert capsys.readouterr().err == (
+        f"file: must be an .npz file as numpy.savez writes it, got {path}: No such file or directory.\n"
+    )
+
+
+def test_command_with_something_else_than_an_npz_file(tmp_path, capsys):
+    np.save(tmp_path / "one.npy", np.zeros(2))
+    (tmp_path / "text.npz").write_text("text")
+    (tmp_path / "empty.npz").write_bytes(b"")
+    np.savez(tmp_path / "objects.npz", page_size=np.array([None]))
+    whole = (tmp_path / "objects.npz").read_bytes()
+    (tmp_path / "torn.npz").write_bytes(whole[:30] + b"?" * 20 + whole[50:])
+    for name in ("one.npy", "text.npz", "empty.npz", "objects.npz", "torn.npz"):
+        assert main(["explain", str(tmp_path / name)]) == 1
+        assert capsys.readouterr().err.startswith("file: must be an .npz file as numpy.savez writes it, got ")
