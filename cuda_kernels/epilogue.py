@@ -10,7 +10,7 @@ from numba.extending import register_jitable
 
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.formats import BF16, F32, load_number, store_number
-from nbattn.cuda_kernels.loops import keep_rolled
+from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
 from nbattn.scoring import LOG2E, exp2, shift, state_weight
 
 EMPTY = float32(-float("inf"))  # the maximum and the lse of a row that has kept nothing
@@ -74,6 +74,43 @@ def make_publish(out_dim: Callable, out_tiles: int, pitch: int, rows: int = 2) -
                     ptx.shared_store_f32(at, o[4 * (out_tiles * (i // 2) + tile) + 2 * (i % 2) + e])
 
     return publish
+
+
+def make_store_states(widened: bool, out_tiles: int, rows: int) -> Callable:
+    """Return the function by which a warp stores its tile as partial states, `rows` rows of each lane.
+
+    A lane holds two neighbouring dimensions of a result, or, where the cache is `widened`, four of two results.
+    """
+
+    @register_jitable
+    def store_states(o, m, d_sum, lane, slot, count, result):
+        """Lane i gives the slot of row i of the tile's first `count`, int64 in units of a head's values."""
+        r, c = lane >> int32(2), lane & int32(3)
+        for i in range(rows):
+            row = r + int32(8 * i)
+            total = d_sum[i] + ptx.exchange_f32(d_sum[i], int32(1))
+            total += ptx.exchange_f32(total, int32(2))
+            inverse, row_lse = normalise(m[i], total, int64(0), int32(0))
+            slot_i = ptx.from_lane_i64(slot, row)
+            if row < count:
+                if c == int32(0):
+                    ptx.store_f32(result.state_s + slot_i * int64(4), row_lse)
+                address = result.state_v + slot_i * int64(result.head_dim * int32(4))
+                address += int64(c * int32(16 if widened else 8))
+                for tile in range(out_tiles):
+                    x = o[4 * (out_tiles * (i // 2) + tile) + 2 * (i % 2)]
+                    y = o[4 * (out_tiles * (i // 2) + tile) + 2 * (i % 2) + 1]
+                    x, y = (x * inverse, y * inverse) if inverse != float32(0) else (float32(0), float32(0))
+                    if int32(8 * tile) < result.head_dim:
+                        if widened:
+                            at = address + int64(64 * (tile // 2) + 4 * (tile % 2))
+                            ptx.store_f32(at, x)
+                            ptx.store_f32(at + int64(8), y)
+                        else:
+                            ptx.store_2f32(address + int64(32 * tile), x, y)
+            unroll_fully()
+
+    return store_states
 
 
 def make_write_rows(warps: int, rows: int) -> Callable:

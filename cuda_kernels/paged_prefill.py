@@ -11,7 +11,7 @@ from numba.cuda import float32, int32, int64, types, uint32
 
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.compile import Kernel
-from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_write_rows
+from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_store_states, make_write_rows
 from nbattn.cuda_kernels.formats import CACHE_FORMATS
 from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules
 from nbattn.cuda_kernels.loops import keep_rolled
@@ -19,14 +19,15 @@ from nbattn.cuda_kernels.rows import (
     KEY_BEGIN,
     KEY_END,
     KEY_POSITION,
+    LIMITS_BYTES,
     PAGE_BEGIN,
     ROW_BEGIN,
     ROW_END,
     STATE,
     item_and_head,
     make_keys_of_warp,
+    make_rows_of_lanes,
     make_score_tile,
-    make_set_up_rows,
     row_and_head,
     work_field,
 )
@@ -51,12 +52,13 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     BITS = SCRATCH + WARPS * 1024
     PARTIALS = BITS + 16 + 16 * WARPS
     LIMITS = PARTIALS + WARPS * ROWS * 8
-    SHARED = LIMITS + WARPS * ROWS * 16
+    SHARED = LIMITS + WARPS * ROWS * LIMITS_BYTES
     Q_SHARED, Q_WORDS, Q_BYTES = tile.Q_SHARED, tile.Q_WORDS, tile.Q_BYTES
     S_NUMBERS, P_WORDS, O_NUMBERS = tile.S_NUMBERS, tile.P_WORDS, tile.O_NUMBERS
     LANE_ROWS = tile.ROWS
-    set_up_rows, score_tile = make_set_up_rows(tile.load_query, LANE_ROWS), make_score_tile(KEYS, LANE_ROWS, full)
-    keys_of_warp = make_keys_of_warp(LANE_ROWS)
+    set_up_lanes, recall_rows = make_rows_of_lanes(tile.load_query, LANE_ROWS, full)
+    score_tile, keys_of_warp = make_score_tile(KEYS, LANE_ROWS, full), make_keys_of_warp(1, (1, 2, 4, 8, 16))
+    store_states = make_store_states(ITEM == 1, head_dim // 8, LANE_ROWS)
     fetch, multiply_keys, soften = tile.fetch, tile.multiply_keys, tile.soften
     pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
     HAS_NONFINITE = tile.HAS_NONFINITE  # int8 holds neither NaN nor infinity
@@ -112,13 +114,8 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         first, end = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int32)
         unit, slope = cuda.local.array(LANE_ROWS, types.float32), cuda.local.array(LANE_ROWS, types.float32)
         position, mask_at = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int64)
-        set_up_rows(query, unit, first, end, slope, position, mask_at, work, item, first_pair, pairs, kv_head, lane,
-                    True, queries, rules)  # fmt: skip
-        limits = shared + int32(LIMITS) + warp * int32(ROWS * 16) + (lane >> int32(2)) * int32(16)
-        for i in range(LANE_ROWS):
-            if c == int32(0):
-                ptx.shared_store_2u32(limits + int32(128 * i), first[i], end[i])
-                ptx.shared_store_f32(limits + int32(128 * i + 8), unit[i])
+        limits = shared + int32(LIMITS) + warp * int32(ROWS * LIMITS_BYTES)
+        set_up_lanes(query, first, end, limits, work, item, first_pair, pairs, kv_head, lane, queries, rules)
         # what this warp sees, and what the block must read
         low, high, all_low, all_high = keys_of_warp(first, end)
         ranges = bits_at + int32(16)
@@ -159,9 +156,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
                     bits[i] = ptx.shared_load_u32(bits_at + stage * int32(4 * WORDS) + int32(4 * i))
                     whole = whole and bits[i] == uint32(ALL)
                 multiply_keys(query, s, k_tile, lane)
-                for i in range(LANE_ROWS):  # registers are short: these wait in shared memory
-                    first_i, end_i, unit_i, _ = ptx.shared_load_4u32(limits + int32(128 * i))
-                    first[i], end[i], unit[i] = int32(first_i), int32(end_i), ptx.bits_float(unit_i)
+                recall_rows(unit, first, end, slope, position, mask_at, limits, lane)  # registers are short meanwhile
                 dropped = score_tile(s, bits, key0, lane & int32(3), whole, unit, first, end, slope, position, mask_at, key_position,
                                      rules)  # fmt: skip
                 soften(s, m, d_sum, o)
@@ -178,14 +173,17 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             keep_rolled()
 
         wait_for_all()
+        row, qo_head = row_and_head(min(first_pair + lane, pairs - int32(1)), row_begin, kv_head, group_size)
+        state = work_field(work, item, STATE)
+        count = int32(min(int32(ROWS), pairs - first_pair))
+        if state >= int32(0):
+            slot = int64(state + row - row_begin) * int64(num_qo_heads) + int64(qo_head)
+            store_states(o, m, d_sum, lane, slot, count, result)
+            return
         ptx.sync_block()
         accumulators = shared + warp * int32(ROWS * PITCH)
         publish(o, m, d_sum, accumulators, partials, lane)
         ptx.sync_warp()
-        row, qo_head = row_and_head(min(first_pair + lane, pairs - int32(1)), row_begin, kv_head, group_size)
-        state = work_field(work, item, STATE)
-        state = int32(state + row - row_begin) if state >= int32(0) else state
-        count = int32(min(int32(ROWS), pairs - first_pair))
         write_rows(accumulators, int32(PITCH), partials, int32(0), int32(1), count, lane, row, qo_head, kv_head, state,
                    result)  # fmt: skip
 

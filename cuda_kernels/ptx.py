@@ -129,6 +129,7 @@ read_4u32_if = instruction(  # zeros, and no access, where the second input is 0
 )
 read_u16 = instruction("read_u16", "{.reg .u16 t; ld.global.u16 t, [$1]; cvt.u32.u16 $0, t;}", (u32,), (i64,), "memory")
 store_f32 = instruction("store_f32", "st.global.f32 [$0], $1;", (), (i64, f32), "memory")
+store_2f32 = instruction("store_2f32", "st.global.v2.f32 [$0], {$1,$2};", (), (i64, f32, f32), "memory")
 store_f64 = instruction(
     "store_f64", "{.reg .f64 t; cvt.f64.f32 t, $1; st.global.f64 [$0], t;}", (), (i64, f32), "memory"
 )

@@ -176,8 +176,8 @@ def make_set_up_rows(load_query: Callable, rows: int) -> Callable:
     return set_up_rows
 
 
-def make_keys_of_warp(rows: int) -> Callable:
-    """Return the function that finds what a warp's rows see, `rows` of each lane."""
+def make_keys_of_warp(rows: int, distances: tuple[int, ...] = (4, 8, 16)) -> Callable:
+    """Return the function that finds what a warp's rows see: `rows` of each lane, lanes at `distances` having others."""
 
     @register_jitable
     def keys_of_warp(first, end):
@@ -189,7 +189,7 @@ def make_keys_of_warp(rows: int) -> Callable:
                 low, high = int32(min(low, first[i])), int32(max(high, end[i]))
             if end[i] >= int32(0):
                 all_low, all_high = int32(max(all_low, first[i])), int32(min(all_high, end[i]))
-        for distance in (4, 8, 16):
+        for distance in distances:
             low = int32(min(low, ptx.exchange_i32(low, int32(distance))))
             high = int32(max(high, ptx.exchange_i32(high, int32(distance))))
             all_low = int32(max(all_low, ptx.exchange_i32(all_low, int32(distance))))
@@ -197,3 +197,55 @@ def make_keys_of_warp(rows: int) -> Callable:
         return low, high, all_low, all_high
 
     return keys_of_warp
+
+
+LIMITS_BYTES = 32  # of a row: first, end, unit, position, slope, nothing, mask_at
+
+
+def make_rows_of_lanes(load_query: Callable, rows: int, full: bool) -> tuple[Callable, Callable]:
+    """Return the two functions by which a warp keeps what `score_tile` takes in shared memory, `rows` of each lane.
+
+    A lane first looks after one row, lane i after row i of the ``8 * rows``, then loads its part of q of r, r + 8, ...
+    """
+    ALL_ROWS = 8 * rows
+
+    @register_jitable
+    def set_up_lanes(query, first, end, limits, work, item, first_pair, pairs, kv_head, lane, queries, rules):
+        """Load q, fill ``limits [8 * rows, LIMITS_BYTES]``, and return the interval of the lane's row in `first`, `end`."""
+        own = lane & int32(ALL_ROWS - 1)
+        pair = int32(first_pair + own)
+        row_begin = work_field(work, item, ROW_BEGIN)
+        row, qo_head = row_and_head(min(pair, pairs - int32(1)), row_begin, kv_head, queries.group_size)
+        address = queries.q + int64(row) * queries.row + int64(qo_head) * queries.head
+        position = element(rules.row_position, row)
+        for i in range(rows):
+            at = limits + ((lane >> int32(2)) + int32(8 * i)) * int32(LIMITS_BYTES)
+            source = ptx.from_lane_i64(address, (lane >> int32(2)) + int32(8 * i))
+            unit = queries.scale * load_query(query, source, i, queries.kind, queries.head_dim, lane, True)
+            if lane & int32(3) == int32(0):
+                ptx.shared_store_f32(at + int32(8), unit)
+            unroll_fully()
+        first[0], end[0] = keys_of_row(work, item, position, rules)
+        if pair >= pairs:
+            first[0], end[0] = int32(0), int32(-1)
+        mine = limits + own * int32(LIMITS_BYTES)
+        ptx.shared_store_2u32(mine, first[0], end[0])
+        if full:
+            slope, mask_at = slope_and_mask(work, item, row, qo_head, rules)
+            ptx.shared_store_u32(mine + int32(12), position)
+            ptx.shared_store_f32(mine + int32(16), slope)
+            ptx.shared_store_2u32(mine + int32(24), uint32(mask_at & int64(0xFFFFFFFF)), uint32(mask_at >> int64(32)))
+
+    @register_jitable
+    def recall_rows(unit, first, end, slope, position, mask_at, limits, lane):
+        """Read what `score_tile` takes of the lane's rows."""
+        for i in range(rows):
+            at = limits + ((lane >> int32(2)) + int32(8 * i)) * int32(LIMITS_BYTES)
+            first_i, end_i, unit_i, position_i = ptx.shared_load_4u32(at)
+            first[i], end[i], unit[i] = int32(first_i), int32(end_i), ptx.bits_float(unit_i)
+            if full:
+                slope_i, _, low, high = ptx.shared_load_4u32(at + int32(16))
+                position[i], slope[i] = int32(position_i), ptx.bits_float(slope_i)
+                mask_at[i] = int64(low) | int64(high) << int64(32)
+
+    return set_up_lanes, recall_rows

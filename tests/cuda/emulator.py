@@ -266,6 +266,7 @@ def _stand_ins() -> dict[str, Callable]:
         "load_2f32": _reader(memory, np.float32, 2),
         "shared_load_4u32": _reader(shared, np.uint32, 4),
         "store_2u32": _writer(memory, np.uint32),
+        "store_2f32": _writer(memory, np.float32),
         "store_4u32": _writer(memory, np.uint32),
         "shared_store_2f32": _writer(shared, np.float32),
         "shared_store_2u32": _writer(shared, np.uint32),
