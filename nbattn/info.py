@@ -74,7 +74,7 @@ def _threads() -> str:
 def _cache() -> str:
     folder = import_module("nbattn.cuda_kernels.compile").cache_directory()
     kept = os.environ.get("NBATTN_CPU_CACHE") == "1"
-    cpu = "CPU kernels there too" if kept else "CPU kernels compiled anew in every process (NBATTN_CPU_CACHE=1 keeps them)"
+    cpu = "CPU kernels there too" if kept else "CPU kernels compiled in every process (NBATTN_CPU_CACHE=1 keeps them)"
     return f"CUDA kernels in {folder} (NBATTN_CACHE_DIR); {cpu}"
 
 
