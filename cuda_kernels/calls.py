@@ -7,10 +7,12 @@ Importing this module imports neither CuPy nor Numba.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+from nbattn.arrays import dtype_name
 from nbattn.cuda_kernels.metadata import PlanMetadata, upload_integers
 from nbattn.cuda_kernels.parameters import KINDS
 from nbattn.cuda_kernels.shapes import (
@@ -85,10 +87,10 @@ def kind_of(dtype: Any) -> int:
 
 def _fits_tile(device: Any, q: Array, k: Array, v: Array, options: AttentionOptions) -> bool:
     """Whether 16-byte rows of the cache and pairs of q are aligned, and q may be rounded to 16 bits."""
-    query_dtype = options.query_dtype or str(q.dtype)
+    query_dtype = options.query_dtype or dtype_name(q)
     if query_dtype not in ("float16", "bfloat16") or options.rope_planes is not None:
         return False
-    if str(k.dtype) in ("float16", "bfloat16") and str(k.dtype) != query_dtype:
+    if dtype_name(k) in ("float16", "bfloat16") and dtype_name(k) != query_dtype:
         return False
     bits = device.address(k) | device.address(v)
     for stride in (*k.strides[:3], *v.strides[:3]):
@@ -156,7 +158,7 @@ def paged_specialisation(
     device: Any, q: Array, k: Array, v: Array, options: AttentionOptions, tile: str
 ) -> tuple[str, dict[str, Any], int, int | None]:
     """Return (kernel family, its constants, (row, head) pairs of one block, shared bytes if they vary) for a call."""
-    cache_dtype = str(k.dtype)
+    cache_dtype = dtype_name(k)
     size = head_size_class(cache_dtype, k.shape[3], v.shape[3])
     if size is None or not _fits_tile(device, q, k, v, options):
         return "paged_plain", {"cache": cache_dtype}, 1, shared_bytes_for(max(k.shape[3], v.shape[3]))
@@ -166,45 +168,39 @@ def paged_specialisation(
     return f"paged_{tile}", constants, DECODE_ROWS if tile == "decode" else PREFILL_ROWS, None
 
 
-def run_paged(
-    device: Any, metadata: PlanMetadata, q: Array, kvs: list[Any], options: AttentionOptions, out: Array,
-    lse: Array | None,
-) -> None:  # fmt: skip
-    """Run a plan: attention of `q` over every level's cache, merged.
+class KernelCall(NamedTuple):
+    """What `Device.launch` takes."""
 
-    Parameters
-    ----------
-    device : Device
-    metadata : PlanMetadata
-        The plan on the device.
-    q : array, shape [total_rows, num_qo_heads, head_dim_qk], float16 | bfloat16 | float32
-        Last axis contiguous.
-    kvs : list of PagedKV
-        One of each level.
-    options : AttentionOptions
-    out : array, shape [total_rows, num_qo_heads, head_dim_vo], float16 | bfloat16 | float32
-        Last axis contiguous. Rows that the plan does not cover are left alone.
-    lse : array, shape [total_rows, num_qo_heads], float32, optional
+    family: str
+    constants: dict[str, Any]
+    grid: tuple[int, int, int]
+    values: tuple
+    shared_bytes: int | None = None
+
+
+def paged_kernels(
+    device: Any, metadata: PlanMetadata, q: Array, kvs: list[Any], tables: list[int], options: AttentionOptions,
+    out: Array, lse: Array | None,
+) -> Iterator[tuple[int, KernelCall]]:  # fmt: skip
+    """Yield (level, kernel) of a plan: attention over every level's cache, page ids at `tables`, and the merge.
+
+    The arrays are those of `PagedCall`; addresses of partial states are left 0.
     """
     pointers = metadata.pointers
-    states = (0, 0)
-    if metadata.num_states:
-        states_v, states_s = metadata.states(q.shape[1], out.shape[2])
-        states = device.address(states_v), device.address(states_s)
     rows = (pointers["position"], pointers["request"], pointers["index"])
     query, features = _query_values(device, q), _feature_values(device, options)
-    result = _result_values(device, states, out, lse, options)
+    result = _result_values(device, (0, 0), out, lse, options)
     for segment in metadata.segments:
         kv = kvs[segment.level]
-        table = metadata.table_address(segment.level, kv.kv_indices)
         family, constants, pairs, shared_bytes = paged_specialisation(device, q, kv.k, kv.v, options, segment.tile)
         grid = (segment.count * kv.k.shape[2], -(-segment.pairs // pairs), 1)
-        cache_values = _cache_values(device, kv, table, q, options.scale)
+        cache_values = _cache_values(device, kv, tables[segment.level], q, options.scale)
         values = (segment.work, *rows, *query, *cache_values, *features, *result)
-        device.launch(family, constants, grid, values, shared_bytes)
+        yield segment.level, KernelCall(family, constants, grid, values, shared_bytes)
     if metadata.num_merges:
         lists = [pointers[name] for name in ("merge rows", "merge indptr", "merge slots")]
-        _merge_slots(device, lists, metadata.num_merges, states, q.shape[1], kvs[0].k.shape[2], options, out, lse)
+        sizes = metadata.num_merges, q.shape[1], kvs[0].k.shape[2]
+        yield 0, _merge_of_slots(device, lists, (0, 0), *sizes, options, out, lse)
 
 
 def run_gather(
@@ -219,7 +215,7 @@ def run_gather(
     work_list : nbattn.work_list.WorkList
         Made by `build_gather_work` for lists as long as their width: the true counts are read on the device.
     q, kv, options, out, lse
-        As for `run_paged`; of the options only scale, sinks, v_scale, v_unit, output_gate and lse_base count.
+        As for `PagedCall`; of the options only scale, sinks, v_scale, v_unit, output_gate and lse_base count.
     token_indices : int32 array, shape [rows, width]
         On the device, last axis contiguous.
     counts : int32 array, shape [rows]
@@ -237,7 +233,7 @@ def run_gather(
         states_v = device.empty((work_list.num_states, heads, head_dim), "float32")
         states_s = device.empty((work_list.num_states, heads), "float32")
         states = device.address(states_v), device.address(states_s)
-    cache_dtype = str(kv.k.dtype)
+    cache_dtype = dtype_name(kv.k)
     size = head_size_class(cache_dtype, kv.k.shape[3], head_dim)
     family, pairs, shared_bytes = "gather_attention", DECODE_ROWS, None
     constants = {"cache": cache_dtype, "head_dim": size}
@@ -252,15 +248,16 @@ def run_gather(
     )
     device.launch(family, constants, (len(work_list.work) * num_kv_heads, -(-group // pairs), 1), values, shared_bytes)
     if len(work_list.merge_rows):
-        _merge_slots(device, addresses[1:4], len(work_list.merge_rows), states, heads, num_kv_heads, options, out, lse)
+        sizes = len(work_list.merge_rows), heads, num_kv_heads
+        device.launch(*_merge_of_slots(device, addresses[1:4], states, *sizes, options, out, lse))
     del buffer
 
 
-def _merge_slots(
-    device: Any, lists: list[int], num_merges: int, states: tuple[int, int], heads: int, kv_heads: int, options: Any,
+def _merge_of_slots(
+    device: Any, lists: list[int], states: tuple[int, int], num_merges: int, heads: int, kv_heads: int, options: Any,
     out: Array, lse: Any,
-) -> None:  # fmt: skip
-    """Merge a plan's partial states into the rows they belong to; `lists` are the merges' rows, indptr and slots."""
+) -> KernelCall:  # fmt: skip
+    """Return the merge of a plan's partial states into their rows; `lists` are the merges' rows, indptr and slots."""
     head_dim = out.shape[2]
     v, s = states
     width = CHUNK_BYTES // 4 if packed(device, out, head_dim, CHUNK_BYTES // 4) else 1
@@ -275,7 +272,7 @@ def _merge_slots(
         *(*result[7:10], KINDS["float32"], 1.0, result[10]),
         *result[11:],
     )
-    device.launch("merge_states", {"vector": width > 1}, (blocks, 1, 1), values)
+    return KernelCall("merge_states", {"vector": width > 1}, (blocks, 1, 1), values)
 
 
 def packed(device: Any, array: Array, head_dim: int, width: int) -> bool:

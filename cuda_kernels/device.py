@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,8 @@ class Device:
         array.set(host)
 
     def copy(self, source: Any, target: Any) -> None:
-        """Copy an int32 or uint32 device array over another, in stream order."""
-        target[...] = source.view(target.dtype)
+        """Copy a contiguous array of numbers of 32 bits over another of its size, in stream order."""
+        target.data.copy_from_device_async(source.data, source.nbytes)
 
     def from_host(self, host: np.ndarray) -> Any:
         """Return a copy of a host array on the device."""
@@ -65,11 +66,26 @@ class Device:
 
     def stream(self) -> int:
         """Return the handle of the current stream."""
-        return launch.current_stream()
+        return launch.current_stream(self.number)
+
+    def wait(self) -> None:
+        """Wait for the current stream."""
+        self.cupy.cuda.get_current_stream().synchronize()
+
+    def capturing(self) -> bool:
+        """Return whether the current stream is being captured into a graph."""
+        return bool(self.cupy.cuda.get_current_stream().is_capturing())
 
     def launch(
         self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,
         shared_bytes: int | None = None,
     ) -> None:  # fmt: skip
         """Run a kernel of `nbattn.cuda_kernels` on the current stream; `shared_bytes` below its largest is its own."""
-        launch.kernel(family, self.number, **constants)(grid, launch.current_stream(), values, shared_bytes)
+        launch.kernel(family, self.number, **constants)(grid, self.stream(), values, shared_bytes)
+
+    def bind(
+        self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,
+        shared_bytes: int | None, cells: Any, places: dict[str, int],
+    ) -> Callable[[int], None]:  # fmt: skip
+        """Return what runs a kernel on a given stream; parameters named in `places` are read from `cells` each time."""
+        return launch.kernel(family, self.number, **constants).bind(grid, values, shared_bytes, cells, places)

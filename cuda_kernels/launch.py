@@ -1,4 +1,4 @@
-"""Launch a cubin on CuPy's current stream: one call of the driver, all parameters packed into one buffer."""
+"""Launch a cubin on CuPy's current stream: one call of the driver, all parameters packed by one more."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import ctypes
 import struct
 import sys
 import threading
-from functools import cache
+from functools import cache, partial
 from typing import Any
+
+import numpy as np
 
 from nbattn.cuda_kernels.compile import ComputeCapability, cubin_for
 from nbattn.cuda_kernels.parameters import PARAMETERS
 from nbattn.errors import TargetError
 
 _PACKED = {"i64": "q", "i32": "i", "f32": "f"}
-_PARAMETER_BUFFER, _PARAMETER_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_*
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _FREE_SHARED_BYTES = 48 * 1024  # a block gets these without asking
+
+Grid = tuple[int, int, int]
 
 
 @cache
@@ -30,8 +33,6 @@ def driver() -> Any:
             f"cuda: needs an NVIDIA driver, got none ({name}: {error}). "
             "Install the GPU's driver, or pass NumPy arrays for the CPU."
         ) from error
-    unsigned, pointer = ctypes.c_uint, ctypes.c_void_p
-    library.cuLaunchKernel.argtypes = [pointer] + [unsigned] * 7 + [pointer] * 3
     return library
 
 
@@ -70,18 +71,10 @@ class LoadedKernel:
 
     def __init__(self, family: str, constants: dict[str, Any], device: int):
         cubin = cubin_for(family, constants, compute_capability(device))
-        self.threads, self.shared_bytes = cubin.threads, cubin.shared_bytes
-        self.names = tuple(name for name, _ in PARAMETERS[family])
-        layout = struct.Struct("@" + "".join(_PACKED[kind] for _, kind in PARAMETERS[family]))
-        self._pack = layout.pack_into
-        self._parameters = ctypes.create_string_buffer(layout.size)
-        self._size = ctypes.c_size_t(layout.size)
-        self._extra = (ctypes.c_void_p * 5)(
-            _PARAMETER_BUFFER, ctypes.addressof(self._parameters), _PARAMETER_SIZE, ctypes.addressof(self._size), _END
-        )
-        self._lock = threading.Lock()  # packing and launching are one step: threads share the buffer
-        self._launch = driver().cuLaunchKernel
+        self.family, self.threads, self.shared_bytes = family, cubin.threads, cubin.shared_bytes
         self._function = self._load(cubin.image, cubin.name)
+        self._own = Parameters(family)
+        self._lock = threading.Lock()  # packing and launching are one step: threads share the parameters
 
     def _load(self, image: bytes, name: str) -> int:
         cupy().cuda.runtime.free(0)  # makes the device's primary context current
@@ -94,17 +87,81 @@ class LoadedKernel:
             check(result, f"cuFuncSetAttribute({self.shared_bytes} bytes of shared memory)")
         return int(function.value or 0)
 
-    def __call__(self, grid: tuple[int, int, int], stream: int, values: tuple, shared_bytes: int | None = None) -> None:
-        """Launch on `stream` with `values` in the order of `names`; an empty grid launches nothing."""
-        x, y, z = grid
-        if not x * y * z:
-            return
-        shared = self.shared_bytes if shared_bytes is None else shared_bytes
+    def __call__(self, grid: Grid, stream: int, values: tuple, shared_bytes: int | None = None) -> None:
+        """Launch on `stream` with `values` in the order of `PARAMETERS`; an empty grid launches nothing."""
         with self._lock:
-            self._pack(self._parameters, 0, *values)
-            result = self._launch(self._function, x, y, z, self.threads, 1, 1, shared, stream, None, self._extra)
-        if result:
-            check(result, f"cuLaunchKernel(grid={grid}, threads={self.threads}, shared={shared})")
+            self._own.pack(values)
+            BoundLaunch(self, grid, self._own, shared_bytes)(stream)
+
+    def bind(
+        self, grid: Grid, values: tuple, shared_bytes: int | None, cells: ctypes.Array, places: dict[str, int]
+    ) -> BoundLaunch:
+        """Return a launch whose parameters stay, but for those in `places`: they are read from these `cells`."""
+        parameters = Parameters(self.family, cells, places)
+        parameters.pack(values)
+        return BoundLaunch(self, grid, parameters, shared_bytes)
+
+
+@cache
+def _layout(family: str) -> tuple[struct.Struct, np.ndarray, dict[str, int]]:
+    """Return how a kernel's parameters are packed, where each begins, and its index by name."""
+    codes, offsets = "@", []
+    for _, kind in PARAMETERS[family]:
+        codes += _PACKED[kind]
+        offsets.append(struct.calcsize(codes) - struct.calcsize(_PACKED[kind]))
+    order = {name: i for i, (name, _) in enumerate(PARAMETERS[family])}
+    return struct.Struct(codes), np.array(offsets, np.int64), order
+
+
+class Parameters:
+    """A kernel's parameters in memory of the host, and the pointers to each that the driver wants.
+
+    Parameters
+    ----------
+    family : str
+    cells : ctypes array of int64, optional
+        Memory that launches share.
+    places : dict
+        The index of the cell in which a parameter lies, by its name; the others lie in memory of their own.
+    """
+
+    def __init__(self, family: str, cells: Any = None, places: dict[str, int] | None = None):
+        layout, offsets, order = _layout(family)
+        self._pack, self._memory, self._cells = layout.pack_into, ctypes.create_string_buffer(layout.size), cells
+        self._pointers = offsets + ctypes.addressof(self._memory)
+        if places:
+            shared = ctypes.addressof(cells)
+            for name in places.keys() & order.keys():
+                self._pointers[order[name]] = shared + 8 * places[name]
+        self.address = self._pointers.ctypes.data
+
+    def pack(self, values: tuple) -> None:
+        """Write the values, in the order of `PARAMETERS`."""
+        self._pack(self._memory, 0, *values)
+
+
+class BoundLaunch:
+    """One launch, of which only the stream is open."""
+
+    def __init__(self, kernel: LoadedKernel, grid: Grid, parameters: Parameters, shared_bytes: int | None):
+        shared = kernel.shared_bytes if shared_bytes is None else shared_bytes
+        self._what = grid, kernel.threads, shared
+        self._parameters, self._address = parameters, parameters.address
+        api = sys.modules["cupy"].cuda.driver  # CuPy's call of the driver takes half the time of one through ctypes
+        self._error = api.CUDADriverError
+        launch = partial(api.launchKernel, kernel._function, *grid, kernel.threads, 1, 1, shared)
+        self._launch = launch if all(grid) else None
+
+    def __call__(self, stream: int) -> None:
+        """Launch on `stream`; an empty grid launches nothing."""
+        if self._launch is None:
+            return
+        try:
+            self._launch(stream, self._address, 0)
+        except self._error as error:
+            grid, threads, shared = self._what
+            call = f"cuLaunchKernel(grid={grid}, threads={threads}, shared={shared})"
+            raise TargetError(f"cuda: {call} must succeed, got {error}.") from error
 
 
 def check(result: int, call: str) -> None:
@@ -133,11 +190,6 @@ def kernel(family: str, device: int, **constants: Any) -> LoadedKernel:
     return found
 
 
-def current_stream() -> int:
-    """Return the handle of CuPy's current stream."""
-    return int(cupy_stream().ptr)
-
-
-def cupy_stream() -> Any:
-    """Return CuPy's current stream; CuPy is loaded, because its arrays are being served."""
-    return sys.modules["cupy"].cuda.get_current_stream()
+def current_stream(device: int) -> int:
+    """Return the handle of CuPy's current stream on a device; CuPy is loaded, because its arrays are being served."""
+    return sys.modules["cupy"].cuda.get_current_stream(device).ptr

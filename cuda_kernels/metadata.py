@@ -7,6 +7,7 @@ prefill tile. Padding items have no rows and padding merge rows are -1, so that 
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +92,8 @@ class PlanMetadata:
         self._buffer: Any = None
         self._tiles: list[tuple[int, str]] = []
         self._scratch: dict[tuple, Any] = {}
-        self._other_tables: dict[int, Any] = {}
+        self._other_tables: dict[int, Any] = {}  # the last ones: a captured graph goes on reading them
+        self.lock = threading.RLock()  # launches of one call belong together: threads on a stream share its scratch
         self._fill(**plan)
 
     def update(self, **plan: Any) -> None:
@@ -117,11 +119,10 @@ class PlanMetadata:
         for name, rows in (("position", row_position), ("request", row_request), ("index", row_index)):
             parts[name] = (rows, len(rows))
         merges = max(len(merge_rows), room.merge_rows or 0)
-        padded_rows = np.full(merges, -1, np.int32)
-        padded_rows[: len(merge_rows)] = merge_rows
-        padded_indptr = np.full(merges + 1, merge_indptr[-1] if len(merge_indptr) else 0, np.int32)
-        padded_indptr[: len(merge_indptr)] = merge_indptr
-        parts["merge rows"], parts["merge indptr"] = (padded_rows, merges), (padded_indptr, merges + 1)
+        if merges > len(merge_rows):
+            merge_rows = _padded(merge_rows, merges, -1)
+            merge_indptr = _padded(merge_indptr, merges + 1, merge_indptr[-1])
+        parts["merge rows"], parts["merge indptr"] = (merge_rows, merges), (merge_indptr, merges + 1)
         parts["merge slots"] = (merge_slots, max(len(merge_slots), room.merge_slots or 0))
         for level, table in enumerate(tables):
             host = np.zeros(0, np.int32) if self.device.holds(table) else table
@@ -140,19 +141,22 @@ class PlanMetadata:
                     raise ContractError(f"plan: must fit its room of {size} page-table entries, got {table.size}.")
                 self.device.copy(table, self._buffer[begin : begin + table.size])
 
-    def table_address(self, level: int, kv_indices: Any) -> int:
-        """Return the address of a call's page ids: the plan's own copy, unless the call brings another table."""
+    def table(self, level: int, kv_indices: Any) -> tuple[int, Any]:
+        """Return the address of a call's page ids, and what must live as long as it is used.
+
+        It is the plan's own copy, unless the call brings another table.
+        """
         planned = self._tables[level]
         if kv_indices is planned:
-            return self._address(f"table {level}")
+            return self._address(f"table {level}"), self
         if self.device.holds(kv_indices):
-            return self.device.address(kv_indices)
-        if kv_indices.shape == planned.shape and np.array_equal(kv_indices, planned):
-            return self._address(f"table {level}")
-        self._other_tables[level] = self.device.empty((max(kv_indices.size, 1),), "int32")
+            return self.device.address(kv_indices), kv_indices
+        if not self.device.holds(planned) and np.array_equal(kv_indices, planned):
+            return self._address(f"table {level}"), self
+        copy = self._other_tables[level] = self.device.empty((max(kv_indices.size, 1),), "int32")
         if kv_indices.size:
-            self.device.upload(kv_indices, self._other_tables[level])
-        return self.device.address(self._other_tables[level])
+            self.device.upload(kv_indices, copy)
+        return self.device.address(copy), copy
 
     def _split_by_tile(self, work: np.ndarray, num_levels: int) -> dict[tuple[int, str], np.ndarray]:
         """Return the items of each level and tile that is launched: those in use, or all where the plan may grow."""
@@ -161,7 +165,9 @@ class PlanMetadata:
             raise ContractError(f"plan: items must fit {self.pairs} (row, head) pairs, got {pairs.max()}.")
         is_decode = pairs <= DECODE_ROWS
         split = {}
-        for level in range(num_levels):
+        if num_levels == 1 and is_decode.all():
+            split = {(0, "decode"): work, (0, "prefill"): work[:0]}
+        for level in range(num_levels if not split else 0):
             mine = work[:, _LEVEL] == level
             split[level, "decode"], split[level, "prefill"] = work[mine & is_decode], work[mine & ~is_decode]
         if self._buffer is None:
@@ -193,8 +199,9 @@ class PlanMetadata:
             array = parts[name][0] if name in parts else np.zeros(0, np.int32)
             if array.size > size:
                 raise ContractError(f"plan: must fit its room ({name}: {size} numbers), got {array.size}.")
-            self._host[begin : begin + size] = 0
             self._host[begin : begin + array.size] = array.ravel()
+            if array.size < size:
+                self._host[begin + array.size : begin + size] = 0
         self.device.upload(self._host, self._buffer)
 
     def _address(self, name: str) -> int:
@@ -214,6 +221,12 @@ class PlanMetadata:
         if key not in self._scratch:
             self._scratch[key] = self.device.empty(shape, "float32")
         return self._scratch[key]
+
+
+def _padded(array: np.ndarray, size: int, filler: int) -> np.ndarray:
+    padded = np.full(size, filler, np.int32)
+    padded[: len(array)] = array
+    return padded
 
 
 def upload_integers(device: Any, arrays: list[np.ndarray]) -> tuple[Any, list[int]]:

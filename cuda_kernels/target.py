@@ -15,6 +15,7 @@ from nbattn.cuda_kernels import calls, merge_calls
 from nbattn.cuda_kernels.calls import AttentionOptions
 from nbattn.cuda_kernels.device import Device
 from nbattn.cuda_kernels.metadata import PlanMetadata, Room
+from nbattn.cuda_kernels.paged_call import PagedCall
 from nbattn.cuda_kernels.shapes import DECODE_ROWS, PREFILL_ROWS
 from nbattn.errors import TargetError
 from nbattn.planning import Plan, Tiling
@@ -88,8 +89,11 @@ def _integers(plan: Plan, levels: tuple[Level, ...]) -> dict[str, Any]:
     }
 
 
-def run_paged(problem: Problem, plan: Plan, device: Any = None) -> None:
-    """Run a paged problem: write `problem.out` and `problem.lse`."""
+def run_paged(problem: Problem, plan: Plan, device: Any = None) -> PagedCall | None:
+    """Run a paged problem: write `problem.out` and `problem.lse`.
+
+    Returns the call, to be repeated on other arrays, unless its kernels read copies of options or of q.
+    """
     device = device or current_device()
     if plan.on_target is None:
         plan.on_target = PlanOnDevice(device, plan, problem.levels)
@@ -100,13 +104,18 @@ def run_paged(problem: Problem, plan: Plan, device: Any = None) -> None:
         origin, planes = _rope_planes(device, problem, plan)
         prepare = Preparation(cos=planes[0], sin=planes[1], origin=origin)
     settings, k_scale = _settings(device, problem, planes, origin)
-    q = problem.q
-    if prepare is not None or (k_scale is not None and planes is None):
-        fold = None if planes is not None else k_scale
-        prepared = metadata.scratch("query", q.shape)
-        positions = metadata.pointers["position"]
-        q = _prepared_query(device, problem, prepared, plan.num_rows, prepare or Preparation(), fold, positions)
-    calls.run_paged(device, metadata, q, [level.kv for level in problem.levels], settings, problem.out, problem.lse)
+    is_prepared = prepare is not None or (k_scale is not None and planes is None)
+    q = metadata.scratch("query", problem.q.shape) if is_prepared else problem.q
+    kvs = [level.kv for level in problem.levels]
+    call = PagedCall(device, metadata, q, kvs, settings, problem.out, problem.lse)
+    with metadata.lock:
+        if is_prepared:
+            fold = None if planes is not None else k_scale
+            positions = metadata.pointers["position"]
+            _prepare_query(device, problem, q, plan.num_rows, prepare or Preparation(), fold, positions)
+        call.run(call.addresses, call.options)
+    arrays = [0 if x is None or isinstance(x, (int, float)) else device.address(x) for x in options.arrays]
+    return call if call.aligned and not is_prepared and call.options == tuple(arrays) else None
 
 
 def run_gather(
@@ -125,7 +134,8 @@ def run_gather(
     settings, k_scale = _settings(device, problem, None, 0)
     q = problem.q
     if k_scale is not None:
-        q = _prepared_query(device, problem, device.empty(q.shape, "float32"), len(q), Preparation(), k_scale, 0)
+        q = device.empty(q.shape, "float32")
+        _prepare_query(device, problem, q, len(q), Preparation(), k_scale, 0)
     lists = device.as_int32(token_indices)
     calls.run_gather(device, work_list, q, kv, lists, device.as_int32(counts), settings, problem.out, problem.lse)
 
@@ -200,9 +210,9 @@ def _rope_planes(device: Any, problem: Problem, plan: Plan) -> tuple[int, tuple[
     return origin, (kept[1], kept[2])
 
 
-def _prepared_query(
+def _prepare_query(
     device: Any, problem: Problem, prepared: Array, rows: int, prepare: Preparation, k_scale: Array | None, planned: int
-) -> Array:
+) -> None:
     """Fill `prepared` with q after norm, rotation and the keys' scale; rows stand at the int32 at address `planned`."""
     q = problem.q
     positions = planned
@@ -218,4 +228,3 @@ def _prepared_query(
         device, q, prepared, rows, group, gain=gain, eps=prepare.eps, planes=planes, positions=positions,
         origin=prepare.origin, interleaved=prepare.interleaved, k_scale=k_scale,
     )  # fmt: skip
-    return prepared

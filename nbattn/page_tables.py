@@ -271,7 +271,7 @@ def snapshot(ids: Array) -> Array:
     """
     if dtype_name(ids) == "int64":
         ids = np.clip(ids, -1, INT32_MAX)
-    return ids.astype(np.int32, order="C")
+    return ids.copy() if ids.dtype == np.int32 else ids.astype(np.int32, order="C")
 
 
 def single_int(name: str, value: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ class LentDevice:
         return np.ascontiguousarray(array, np.int32)
 
     def as_float32(self, array: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        wide = np.asarray(array).astype(np.float32)
+        wide = np.asarray(array).astype(np.float32, copy=False)
         return np.ascontiguousarray(wide if shape is None else np.broadcast_to(wide, shape))
 
     def as_bytes(self, mask: np.ndarray) -> np.ndarray:
@@ -54,6 +55,25 @@ class LentDevice:
 
     def stream(self) -> int:
         return 0
+
+    def wait(self) -> None:
+        pass
+
+    def capturing(self) -> bool:
+        return False
+
+    def bind(
+        self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,
+        shared_bytes: int | None, cells: Any, places: dict[str, int],
+    ) -> Callable[[int], None]:  # fmt: skip
+        names = [name for name, _ in PARAMETERS[family]]
+
+        def launch(stream: int) -> None:
+            pairs = zip(names, values, strict=True)
+            now = tuple(cells[places[name]] if name in places else value for name, value in pairs)
+            self.launch(family, constants, grid, now, shared_bytes)
+
+        return launch
 
     def launch(
         self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,
