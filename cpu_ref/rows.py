@@ -125,6 +125,9 @@ def load_queries(queries, row_begin, row_end, head_begin, heads, packed_rows):
                 if queries.k_scale.shape[0] > 0:
                     for d in range(queries.dim):
                         target[d] *= queries.k_scale[head, d]
+                if queries.scale == 0:  # wins over products that would overflow before they are scaled
+                    for d in range(queries.dim):
+                        target[d] *= queries.scale
                 packed += 1
 
 

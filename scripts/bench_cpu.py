@@ -129,7 +129,7 @@ def read_call(addresses: np.ndarray, size: int, threads: int) -> Call:
 
     def call() -> None:
         counters = np.zeros(2, np.int64)
-        workers.run(_read_worker, tasks, threads, addresses, lines, counters, per_task, ahead, result)
+        workers.run(_read_worker, (), tasks, threads, addresses, lines, counters, per_task, ahead, result)
 
     return call
 
@@ -144,7 +144,7 @@ def multiply_call(flops: int, threads: int) -> Call:
     def call() -> None:
         counters = np.zeros(2, np.int64)
         workers.run(
-            _multiply_worker, tasks, threads, np.float32(0.999), np.float32(0.001), counters, tasks, rounds, result
+            _multiply_worker, (), tasks, threads, np.float32(0.999), np.float32(0.001), counters, tasks, rounds, result
         )
 
     return call
