@@ -13,7 +13,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from nbattn.arrays import dtype_name
-from nbattn.cuda_kernels.metadata import PlanMetadata, upload_integers
+from nbattn.cuda_kernels.gather_parts import Parts
+from nbattn.cuda_kernels.metadata import PlanMetadata
 from nbattn.cuda_kernels.parameters import KINDS
 from nbattn.cuda_kernels.shapes import (
     CHUNK_BYTES,
@@ -198,22 +199,26 @@ def paged_kernels(
         values = (segment.work, *rows, *query, *cache_values, *features, *result)
         yield segment.level, KernelCall(family, constants, grid, values, shared_bytes)
     if metadata.num_merges:
-        lists = [pointers[name] for name in ("merge rows", "merge indptr", "merge slots")]
-        sizes = metadata.num_merges, q.shape[1], kvs[0].k.shape[2]
-        yield 0, _merge_of_slots(device, lists, (0, 0), *sizes, options, out, lse)
+        lists = tuple(pointers[name] for name in ("merge rows", "merge indptr", "merge slots"))
+        layout = metadata.num_merges, 0, q.shape[1], kvs[0].k.shape[2]
+        yield 0, _merge_of_states(device, lists, (0, 0), layout, result, out)
 
 
 def run_gather(
-    device: Any, work_list: Any, q: Array, kv: Any, token_indices: Array, counts: Array, options: AttentionOptions,
-    out: Array, lse: Array | None,
-) -> None:  # fmt: skip
-    """Run attention over index lists.
+    device: Any, parts: Parts, rows: Array, table: Array, q: Array, kv: Any, token_indices: Array, counts: Array,
+    options: AttentionOptions, out: Array, lse: Array | None,
+) -> tuple:  # fmt: skip
+    """Run attention over index lists; return the buffers that must live until it has run.
 
     Parameters
     ----------
     device : Device
-    work_list : nbattn.work_list.WorkList
-        Made by `build_gather_work` for lists as long as their width: the true counts are read on the device.
+    parts : Parts
+        How lists are cut; a list's true length is read on the device.
+    rows : int32 array, shape [rows, 2]
+        On the device: where the page ids of each row's request start, and its keys.
+    table : int32 array
+        Page ids on the device.
     q, kv, options, out, lse
         As for `PagedCall`; of the options only scale, sinks, v_scale, v_unit, output_gate and lse_base count.
     token_indices : int32 array, shape [rows, width]
@@ -221,58 +226,73 @@ def run_gather(
     counts : int32 array, shape [rows]
         On the device, contiguous.
     """
-    heads, head_dim = out.shape[1:]
+    (num_rows, width), (heads, head_dim) = token_indices.shape, out.shape[1:]
     num_kv_heads = kv.k.shape[2]
     group = heads // num_kv_heads
-    host = [work_list.work, work_list.merge_rows, work_list.merge_indptr, work_list.merge_slots]
-    on_device = device.holds(kv.kv_indices)
-    buffer, addresses = upload_integers(device, host if on_device else [*host, kv.kv_indices])
-    table = device.address(kv.kv_indices) if on_device else addresses[4]
-    states: tuple = (0, 0)
-    if work_list.num_states:
-        states_v = device.empty((work_list.num_states, heads, head_dim), "float32")
-        states_s = device.empty((work_list.num_states, heads), "float32")
-        states = device.address(states_v), device.address(states_s)
-    cache_dtype = dtype_name(kv.k)
-    size = head_size_class(cache_dtype, kv.k.shape[3], head_dim)
-    family, pairs, shared_bytes = "gather_attention", DECODE_ROWS, None
-    constants = {"cache": cache_dtype, "head_dim": size}
-    if size is None or not _fits_tile(device, q, kv.k, kv.v, options):
-        family, pairs, constants = "gather_plain", 1, {"cache": cache_dtype}
-        shared_bytes = shared_bytes_for(max(kv.k.shape[3], head_dim))
+    num_parts = num_rows * parts.splits
+    buffers: tuple = ()
+    states = (0, 0)
+    if parts.splits > 1:
+        buffers = device.empty((num_parts, heads, head_dim), "float32"), device.empty((num_parts, heads), "float32")
+        states = device.address(buffers[0]), device.address(buffers[1])
+    family, constants, pairs, shared_bytes = gather_specialisation(device, q, kv, options)
+    result = _result_values(device, states, out, lse, options)
     values = (
-        *(addresses[0], device.address(token_indices), token_indices.strides[0], device.address(counts)),
+        *(device.address(rows), device.address(token_indices), token_indices.strides[0], device.address(counts)),
+        *(num_rows, width, parts.splits, parts.size, int(parts.heads_last)),
         *_query_values(device, q),
-        *_cache_values(device, kv, table, q, options.scale),
-        *_result_values(device, states, out, lse, options),
+        *_cache_values(device, kv, device.address(table), q, options.scale),
+        *result,
     )
-    device.launch(family, constants, (len(work_list.work) * num_kv_heads, -(-group // pairs), 1), values, shared_bytes)
-    if len(work_list.merge_rows):
-        sizes = len(work_list.merge_rows), heads, num_kv_heads
-        device.launch(*_merge_of_slots(device, addresses[1:4], states, *sizes, options, out, lse))
-    del buffer
+    device.launch(family, constants, (num_parts * num_kv_heads, -(-group // pairs), 1), values, shared_bytes)
+    if parts.splits > 1:
+        layout = num_rows, parts.splits, heads, num_kv_heads
+        device.launch(*_merge_of_states(device, (0, 0, 0), states, layout, result, out))
+    return buffers
 
 
-def _merge_of_slots(
-    device: Any, lists: list[int], states: tuple[int, int], num_merges: int, heads: int, kv_heads: int, options: Any,
-    out: Array, lse: Any,
+def gather_specialisation(
+    device: Any, q: Array, kv: Any, options: AttentionOptions
+) -> tuple[str, dict[str, Any], int, int | None]:
+    """Return (kernel family, its constants, query heads of one block, shared bytes if they vary) for a call."""
+    cache_dtype = dtype_name(kv.k)
+    size = head_size_class(cache_dtype, kv.k.shape[3], kv.v.shape[3])
+    if size is None or not _fits_tile(device, q, kv.k, kv.v, options):
+        return "gather_plain", {"cache": cache_dtype}, 1, shared_bytes_for(max(kv.k.shape[3], kv.v.shape[3]))
+    return "gather_attention", {"cache": cache_dtype, "head_dim": size}, DECODE_ROWS, None
+
+
+def _merge_of_states(
+    device: Any, lists: tuple[int, ...], states: tuple[int, int], layout: tuple[int, int, int, int], result: tuple,
+    out: Array,
 ) -> KernelCall:  # fmt: skip
-    """Return the merge of a plan's partial states into their rows; `lists` are the merges' rows, indptr and slots."""
+    """Return the merge of float32 partial states into their rows.
+
+    Parameters
+    ----------
+    lists : tuple of 3 addresses
+        The merges' rows, indptr and slots; or zeros, where every row's states follow each other.
+    states : (address of values, address of sums)
+    layout : (merges, states of each without lists, num_qo_heads, num_kv_heads)
+    result : tuple
+        `_result_values` of the call.
+    """
+    num_merges, num_states, heads, kv_heads = layout
     head_dim = out.shape[2]
-    v, s = states
     width = CHUNK_BYTES // 4 if packed(device, out, head_dim, CHUNK_BYTES // 4) else 1
-    lanes, groups, blocks = merge_team(num_merges * heads, head_dim, width, device.multiprocessors)
-    result = _result_values(device, (0, 0), out, lse, options)
+    known = None if lists[0] else num_states
+    lanes, groups, grid = merge_team(num_merges * heads, head_dim, width, device.multiprocessors, known)
+    head_bytes = 4 * head_dim
     values = (
-        *(v, 0, 4 * heads * head_dim, 4 * head_dim, 4, KINDS["float32"]),
-        *(s, 0, 4 * heads, 4, KINDS["float32"]),
+        *(states[0], num_states * heads * head_bytes, heads * head_bytes, head_bytes, 4, KINDS["float32"]),
+        *(states[1], num_states * heads * 4, heads * 4, 4, KINDS["float32"]),
         *lists,
-        *(num_merges, 0, heads, heads // kv_heads, head_dim, lanes, groups),
+        *(num_merges, num_states, heads, heads // kv_heads, head_dim, lanes, groups),
         *result[2:7],
         *(*result[7:10], KINDS["float32"], 1.0, result[10]),
         *result[11:],
     )
-    return KernelCall("merge_states", {"vector": width > 1}, (blocks, 1, 1), values)
+    return KernelCall("merge_states", {"vector": width > 1}, grid, values)
 
 
 def packed(device: Any, array: Array, head_dim: int, width: int) -> bool:

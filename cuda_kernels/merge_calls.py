@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from nbattn.cuda_kernels.calls import LN2, LOG2E, Array, kind_of, packed
-from nbattn.cuda_kernels.shapes import CHUNK_BYTES, PAIR_THREADS, lane_bits, merge_team
+from nbattn.cuda_kernels.shapes import CHUNK_BYTES, PAIR_TASKS, PAIR_THREADS, lane_bits, merge_team
 
 
 def _width(device: Any, values: list[Array], sums: list[Array], steps: int = 0) -> int:
     """Return how many numbers a lane takes at a time: 16 bytes of these arrays, or 1; `steps` lie between states."""
     width = CHUNK_BYTES // values[0].dtype.itemsize
-    if any(str(s.dtype) != "float32" for s in sums) or steps % CHUNK_BYTES:
+    if any(str(s.dtype) != "float32" for s in sums) or steps % CHUNK_BYTES or steps >= 1 << 31:
         return 1
     return width if all(packed(device, v, v.shape[2], width) for v in values) else 1
 
@@ -26,7 +26,9 @@ def run_merge_pair(
     """
     rows, heads, head_dim = v_a.shape
     width = _width(device, [v_a, v_b, out], [s_a, s_b, lse])
-    bits = lane_bits(head_dim, width)
+    if head_dim > width * PAIR_THREADS or not all(_in_steps(x, heads) for x in (v_a, v_b, out, s_a, s_b, lse)):
+        width = 1
+    bits = lane_bits(head_dim, width) if width > 1 else 5
     states = []
     for v, s in ((v_a, s_a), (v_b, s_b), (out, lse)):
         states += [device.address(v), *v.strides, device.address(s), *s.strides]
@@ -34,8 +36,13 @@ def run_merge_pair(
     units = (LOG2E, LN2) if lse_base == "e" else (1.0, 1.0)
     address = device.address(mask) if mask is not None else 0
     values = (*states, *kinds, rows, heads, head_dim, bits, *units, address)
-    blocks = -(-rows * heads // (PAIR_THREADS >> bits))
-    device.launch("merge_pair", {"vector": width > 1}, (blocks, 1, 1), values)
+    tasks = (PAIR_THREADS >> bits) * (PAIR_TASKS if width > 1 else 1)  # of a block
+    device.launch("merge_pair", {"vector": width > 1}, (-(-rows * heads // tasks), 1, 1), values)
+
+
+def _in_steps(array: Array, heads: int) -> bool:
+    """Return whether (row, head) pairs lie at equal steps below 2 GiB."""
+    return array.strides[0] == heads * array.strides[1] and array.strides[1] < 1 << 31
 
 
 def run_merge_views(
@@ -48,7 +55,7 @@ def run_merge_views(
     if len(sources) > 1:
         steps = tuple(device.address(b) - device.address(a) for a, b in zip(sources[0], sources[1], strict=True))
     width = _width(device, [v, out], [s, lse], steps[0])
-    lanes, groups, blocks = merge_team(rows * heads, head_dim, width, device.multiprocessors, len(sources))
+    lanes, groups, grid = merge_team(rows * heads, head_dim, width, device.multiprocessors, len(sources))
     values = (
         *(device.address(v), v.strides[0], steps[0], *v.strides[1:], kind_of(v.dtype)),
         *(device.address(s), s.strides[0], steps[1], s.strides[1], kind_of(s.dtype)),
@@ -58,4 +65,4 @@ def run_merge_views(
         *((LOG2E, LN2) if lse_base == "e" else (1.0, 1.0)),
         *(0, 0, 1.0, 0, 0, 0, 0, 0),
     )
-    device.launch("merge_states", {"vector": width > 1}, (blocks, 1, 1), values)
+    device.launch("merge_states", {"vector": width > 1}, grid, values)

@@ -10,8 +10,8 @@ from nbattn.cuda_kernels.chunks import make_chunk
 from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY
 from nbattn.cuda_kernels.formats import store_lse
-from nbattn.cuda_kernels.loops import keep_rolled
-from nbattn.cuda_kernels.shapes import PAIR_THREADS
+from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
+from nbattn.cuda_kernels.shapes import PAIR_TASKS, PAIR_THREADS
 from nbattn.indexing import idiv
 from nbattn.scoring import shift, state_weight
 
@@ -19,11 +19,20 @@ THREADS = PAIR_THREADS
 
 
 def make(vector: bool) -> Kernel:
-    """Return the kernel; `vector`: chunks of 16 bytes, see `make_chunk`."""
+    """Return the kernel.
+
+    Parameters
+    ----------
+    vector : bool
+        Chunks of 16 bytes, see `make_chunk`, and (row, head) pairs at equal steps, the `*_head` parameters: a lane
+        takes four pairs, whose loads are under way together, and all of a row's chunks are taken at once.
+    """
     chunk = make_chunk(vector, 2)
-    WIDTH, WORDS, width, load, load_lse = chunk.WIDTH, chunk.WORDS, chunk.width, chunk.load, chunk.load_lse
-    add, store = chunk.add, chunk.store
-    BOTH_WORDS = 2 * WORDS
+    WIDTH, width, load, load_lse, at = chunk.WIDTH, chunk.width, chunk.load, chunk.load_lse, chunk.at
+    drop, add, store = chunk.drop, chunk.add, chunk.store
+    TASKS = PAIR_TASKS if vector else 1
+    STATES, WORDS = 2 * TASKS, chunk.WORDS
+    ALL_WORDS, TASK_WORDS = STATES * WORDS, 2 * WORDS
 
     def merge_pair(
         v_a, v_a_row, v_a_head, v_a_dim, s_a, s_a_row, s_a_head, v_b, v_b_row, v_b_head, v_b_dim, s_b, s_b_row,
@@ -31,47 +40,68 @@ def make(vector: bool) -> Kernel:
         num_heads, head_dim, lane_bits, s_unit, lse_unit, mask,
     ):  # fmt: skip
         thread, lanes = int32(cuda.threadIdx.x), int32(int32(1) << lane_bits)
-        lane = int32(thread & (lanes - int32(1)))
-        task = int32(cuda.blockIdx.x * (int32(THREADS) >> lane_bits) + (thread >> lane_bits))
-        row = idiv(task, num_heads)
-        head = int64(task - row * num_heads)
-        wanted = row < num_rows
-        if mask != int64(0) and wanted:
-            wanted = ptx.load_u8(mask + int64(row)) != uint32(0)
-        s_a += int64(row) * s_a_row + head * s_a_head
-        s_b += int64(row) * s_b_row + head * s_b_head
-        s_0 = load_lse(s_a, s_kind, wanted) * s_unit
-        s_1 = load_lse(s_b, s_kind, wanted) * s_unit
-        v_a += int64(row) * v_a_row + head * v_a_head
-        v_b += int64(row) * v_b_row + head * v_b_head
-        out += int64(row) * out_row + head * out_head
-        words, value = cuda.local.array(BOTH_WORDS, types.uint32), cuda.local.array(WIDTH, types.float32)
-        weight = cuda.local.array(2, types.float32)
-        m, total = EMPTY, float32(0)
-        dim = int32(lane * width(v_kind))
+        lane, teams = int32(thread & (lanes - int32(1))), int32(int32(THREADS) >> lane_bits)
+        first_task = int32(cuda.blockIdx.x * teams * int32(TASKS) + (thread >> lane_bits))
+        num_tasks = int32(num_rows * num_heads)
+        words, value = cuda.local.array(ALL_WORDS, types.uint32), cuda.local.array(WIDTH, types.float32)
+        some, weight = cuda.local.array(TASK_WORDS, types.uint32), cuda.local.array(2, types.float32)
+        s, m = cuda.local.array(STATES, types.float32), cuda.local.array(TASKS, types.float32)
         first = int32(0)
-        while first < head_dim:
-            inside = wanted and dim < head_dim
-            load(words, 0, v_a + int64(dim) * v_a_dim, v_kind, inside)
-            load(words, WORDS, v_b + int64(dim) * v_b_dim, v_kind, inside)
-            if first == int32(0):  # after the first loads have been sent off
-                m = ptx.maximum(ptx.maximum(s_0, s_1), EMPTY)
-                base = shift(m)
-                weight[0], weight[1] = state_weight(s_0, base), state_weight(s_1, base)
-                total = weight[0] + weight[1]
-                if total != float32(0):
-                    weight[0], weight[1] = ptx.divide(weight[0], total), ptx.divide(weight[1], total)
-            for e in range(WIDTH):
-                value[e] = float32(0)
-            add(value, words, weight, v_kind)  # an empty side's values are selected away
-            if inside:
-                store(out + int64(dim) * out_dim, out_kind, value, v_kind)
-            dim = int32(dim + lanes * width(v_kind))
+        while first < head_dim:  # the lanes' chunks at a time
+            dim = int32(first + lane * width(v_kind))
+            inside = dim < head_dim
+            dim = int32(min(dim, head_dim - width(v_kind)))  # a lane without a chunk reads another's
+            for i in range(TASKS):
+                task = int32(min(first_task + int32(i) * teams, num_tasks - int32(1)))
+                row, head = int32(0), task
+                if not vector:
+                    row = idiv(task, num_heads)
+                    head = int32(task - row * num_heads)
+                if first == int32(0):
+                    s[2 * i] = load_lse(at(s_a + int64(row) * s_a_row, head, s_a_head), s_kind)
+                    s[2 * i + 1] = load_lse(at(s_b + int64(row) * s_b_row, head, s_b_head), s_kind)
+                a = at(v_a + int64(row) * v_a_row + int64(dim) * v_a_dim, head, v_a_head)
+                b = at(v_b + int64(row) * v_b_row + int64(dim) * v_b_dim, head, v_b_head)
+                load(words, 2 * i * WORDS, a, v_kind)
+                load(words, (2 * i + 1) * WORDS, b, v_kind)
+            if first == int32(0):
+                for i in range(TASKS):
+                    s_0, s_1 = s[2 * i] * s_unit, s[2 * i + 1] * s_unit
+                    top = ptx.maximum(ptx.maximum(s_0, s_1), EMPTY)
+                    w_0, w_1 = state_weight(s_0, shift(top)), state_weight(s_1, shift(top))
+                    total = w_0 + w_1
+                    inverse = ptx.reciprocal(total) if total != float32(0) else float32(0)
+                    s[2 * i], s[2 * i + 1] = w_0 * inverse, w_1 * inverse
+                    m[i] = (top + ptx.log2_approx(total)) * lse_unit
+                if lanes > int32(32):  # every lane has read s
+                    ptx.sync_block()
+                else:
+                    ptx.sync_warp()
+            for i in range(TASKS):
+                task = int32(first_task + int32(i) * teams)
+                row, head = int32(0), task
+                if not vector:
+                    row = idiv(task, num_heads)
+                    head = int32(task - row * num_heads)
+                for n in range(TASK_WORDS):
+                    some[n] = words[i * TASK_WORDS + n]
+                weight[0], weight[1] = s[2 * i], s[2 * i + 1]
+                for e in range(WIDTH):
+                    value[e] = float32(0)
+                drop(some, weight)
+                add(value, some, weight, v_kind)
+                wanted = inside and task < num_tasks
+                if wanted and mask != int64(0):
+                    wanted = ptx.load_u8(mask + int64(idiv(task, num_heads))) != uint32(0)
+                if wanted:
+                    place = at(out + int64(row) * out_row + int64(dim) * out_dim, head, out_head)
+                    store(place, out_kind, value, v_kind)
+                if wanted and dim == int32(0) and lse != int64(0):
+                    store_lse(at(lse + int64(row) * lse_row, head, lse_head), lse_kind, m[i])
+                unroll_fully()
+            if vector:
+                break
             first = int32(first + lanes * width(v_kind))
             keep_rolled()
-        ptx.sync_warp()  # every lane has read s
-        if wanted and lane == int32(0) and lse != int64(0):
-            row_lse = m + ptx.log2_approx(total) if total != float32(0) else EMPTY
-            store_lse(lse + int64(row) * lse_row + head * lse_head, lse_kind, row_lse * lse_unit)
 
-    return Kernel(merge_pair, THREADS, 10)
+    return Kernel(merge_pair, THREADS, 7 if vector else 8)

@@ -11,6 +11,8 @@ the other by their place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from numba import cuda
@@ -23,7 +25,7 @@ from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY, finished, normalise
 from nbattn.cuda_kernels.formats import store_lse
 from nbattn.cuda_kernels.groups import Result
-from nbattn.cuda_kernels.loops import keep_rolled
+from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
 from nbattn.cuda_kernels.rows import element
 from nbattn.cuda_kernels.shapes import MERGE_BATCH, MERGE_STREAMS, MERGE_THREADS
 from nbattn.indexing import idiv
@@ -46,28 +48,31 @@ class States(NamedTuple):
     slots: int
 
 
-def make(vector: bool) -> Kernel:
-    """Return the kernel; `vector`: chunks of 16 bytes, see `make_chunk`."""
-    chunk = make_chunk(vector, BATCH)
-    WIDTH, WORDS, width, load, load_lse = chunk.WIDTH, chunk.WORDS, chunk.width, chunk.load, chunk.load_lse
-    add, store = chunk.add, chunk.store
-    PARTIALS = 4 * THREADS * WIDTH  # in shared memory, after the values
-    SHARED = PARTIALS + 8 * THREADS
-    BATCH_WORDS = BATCH * WORDS
+def make_take_batch(chunk: SimpleNamespace, full: bool) -> Callable:
+    """Return the function that takes a batch of states, of which some do not exist unless it is `full`."""
+    WIDTH, WORDS, BATCH_WORDS, at_index = chunk.WIDTH, chunk.WORDS, BATCH * chunk.WORDS, chunk.at
+    load, load_if, load_lse, load_lse_if = chunk.load, chunk.load_if, chunk.load_lse, chunk.load_lse_if
+    drop, add = chunk.drop, chunk.add
 
     @register_jitable
-    def take_batch(value, m, d_sum, at, count, inside, states):
+    def take_batch(value, m, d_sum, at, count, states):
         """Take states ``at ... at + 7`` of `count` into a running sum; return its new maximum and denominator."""
         slot, score = cuda.local.array(BATCH, types.int32), cuda.local.array(BATCH, types.float32)
         words = cuda.local.array(BATCH_WORDS, types.uint32)
         for j in range(BATCH):
             slot[j] = int32(at + int32(j))
             if states.slots != int64(0):
-                slot[j] = element(states.slots, min(slot[j], count - int32(1)))
+                slot[j] = element(states.slots, slot[j] if full else min(slot[j], count - int32(1)))
         for j in range(BATCH):
-            wanted = int32(at + int32(j)) < count
-            score[j] = load_lse(states.s + int64(slot[j]) * states.s_step, states.s_kind, wanted) * states.s_unit
-            load(words, j * WORDS, states.v + int64(slot[j]) * states.v_step, states.v_kind, wanted and inside)
+            s_at = at_index(states.s, slot[j], states.s_step)
+            v_at = at_index(states.v, slot[j], states.v_step)
+            if full:
+                score[j] = load_lse(s_at, states.s_kind) * states.s_unit
+                load(words, j * WORDS, v_at, states.v_kind)
+            else:
+                wanted = int32(at + int32(j)) < count
+                score[j] = load_lse_if(s_at, states.s_kind, wanted) * states.s_unit
+                load_if(words, j * WORDS, v_at, states.v_kind, wanted)
         top = m
         for j in range(BATCH):
             top = ptx.maximum(top, score[j])
@@ -79,41 +84,105 @@ def make(vector: bool) -> Kernel:
         for j in range(BATCH):
             score[j] = state_weight(score[j], base)
             d_sum += score[j]
-        add(value, words, score, states.v_kind)  # an empty state's values are selected away
+        drop(words, score)
+        add(value, words, score, states.v_kind)
         return top, d_sum
 
-    @register_jitable
-    def fold(whole, top, total, value, m, d_sum):
-        """Take a stream's sum into the row's; return the row's new maximum and denominator."""
-        higher = ptx.maximum(top, m)
-        base = shift(higher)
-        a, b = state_weight(top, base), state_weight(m, base)
-        for e in range(WIDTH):
-            kept = whole[e] * a if a != float32(0) else float32(0)
-            whole[e] = kept + value[e] * b if b != float32(0) else kept
-        return higher, total * a + d_sum * b
+    return take_batch
+
+
+@register_jitable
+def fold_number(kept, a, new, b):
+    """Return ``a * kept + b * new``, in which a factor of 0 selects its number away."""
+    kept = kept * a if a != float32(0) else float32(0)
+    return kept + new * b if b != float32(0) else kept
+
+
+def make_shelf(width: int) -> SimpleNamespace:
+    """Return how a thread's sum is put into its place in shared memory, and how a sum there is folded into another."""
+    HALVES = max(width // 4, 1)
 
     @register_jitable
-    def share(whole, top, total, value, shared, thread, group, groups, lane_bits):
-        """Take the other groups' sums into those of group 0; return its maximum and denominator."""
-        place = shared + thread * int32(4 * WIDTH)
-        if WIDTH == 1:
-            ptx.shared_store_f32(place, whole[0])
+    def put(place, value):
+        if width == 1:
+            ptx.shared_store_f32(place, value[0])
         else:
-            for e in range(0, WIDTH, 4):
-                ptx.shared_store_4f32(place + int32(4 * e), whole[e], whole[e + 1], whole[e + 2], whole[e + 3])
+            for h in range(HALVES):
+                e = 4 * h
+                ptx.shared_store_4f32(place + int32(16 * h), value[e], value[e + 1], value[e + 2], value[e + 3])
+
+    @register_jitable
+    def fold(value, place, a, b, is_new):
+        """Fold the sum at `place`, of factor `b` if it `is_new`, else `a`, and `value`, of the other, into `value`."""
+        if width == 1:
+            other = ptx.shared_load_f32(place)
+            value[0] = fold_number(value[0], a, other, b) if is_new else fold_number(other, a, value[0], b)
+        else:
+            for h in range(HALVES):
+                words = ptx.shared_load_4u32(place + int32(16 * h))
+                for i in range(4):
+                    other, own = ptx.bits_float(words[i]), value[4 * h + i]
+                    value[4 * h + i] = fold_number(own, a, other, b) if is_new else fold_number(other, a, own, b)
+
+    return SimpleNamespace(put=put, fold=fold)
+
+
+def make(vector: bool) -> Kernel:
+    """Return the kernel; `vector`: chunks of 16 bytes, see `make_chunk`."""
+    chunk, shelf = make_chunk(vector, BATCH), make_shelf(8 if vector else 1)
+    WIDTH, width, store, put, fold = chunk.WIDTH, chunk.width, chunk.store, shelf.put, shelf.fold
+    take_full, take_some = make_take_batch(chunk, True), make_take_batch(chunk, False)
+    PARTIALS = 4 * THREADS * WIDTH  # in shared memory, after the values
+    SHARED = PARTIALS + 8 * THREADS
+
+    @register_jitable
+    def sum_streams(value, count, group, groups, place, states):
+        """Sum a group's streams one after the other into `value`; return their maximum and denominator."""
+        top, total = EMPTY, float32(0)
+        for e in range(WIDTH):
+            value[e] = float32(0)
+        stream = group
+        while stream < int32(STREAMS) and stream * int32(BATCH) < count:
+            if stream != group:
+                put(place, value)
+                for e in range(WIDTH):
+                    value[e] = float32(0)
+            m, d_sum = EMPTY, float32(0)
+            at = int32(stream * int32(BATCH))
+            while at < count:
+                if at + int32(BATCH) <= count:
+                    m, d_sum = take_full(value, m, d_sum, at, count, states)
+                else:
+                    m, d_sum = take_some(value, m, d_sum, at, count, states)
+                at = int32(at + int32(STRIDE))
+                keep_rolled()
+            if stream == group:
+                top, total = m, d_sum
+            else:
+                higher = ptx.maximum(top, m)
+                a, b = state_weight(top, shift(higher)), state_weight(m, shift(higher))
+                fold(value, place, a, b, False)
+                top, total = higher, total * a + d_sum * b
+            stream = int32(stream + groups)
+            keep_rolled()
+        return top, total
+
+    @register_jitable
+    def sum_groups(value, top, total, shared, thread, group, lane_bits):
+        """Sum the streams that the groups have summed, into `value` of group 0; return maximum and denominator."""
+        put(shared + thread * int32(4 * WIDTH), value)
         ptx.shared_store_2f32(shared + int32(PARTIALS) + thread * int32(8), top, total)
         ptx.sync_block()
-        other = groups if group != int32(0) else int32(1)
-        while other < groups:
-            neighbour = int32(thread + (other << lane_bits))
-            for e in range(WIDTH):
-                value[e] = ptx.shared_load_f32(shared + (neighbour * int32(WIDTH) + int32(e)) * int32(4))
-            at = shared + int32(PARTIALS) + neighbour * int32(8)
-            m, d_sum = ptx.shared_load_f32(at), ptx.shared_load_f32(at + int32(4))
-            top, total = fold(whole, top, total, value, m, d_sum)
-            other = int32(other + int32(1))
-            keep_rolled()
+        if group == int32(0):
+            for other in range(1, STREAMS):
+                neighbour = int32(thread + (int32(other) << lane_bits))
+                at = shared + int32(PARTIALS) + neighbour * int32(8)
+                m, d_sum = ptx.shared_load_f32(at), ptx.shared_load_f32(at + int32(4))
+                higher = ptx.maximum(top, m)
+                a, b = state_weight(top, shift(higher)), state_weight(m, shift(higher))
+                fold(value, shared + neighbour * int32(4 * WIDTH), a, b, True)
+                top, total = higher, total * a + d_sum * b
+                unroll_fully()
         return top, total
 
     def merge_states(
@@ -143,47 +212,29 @@ def make(vector: bool) -> Kernel:
                         lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
                         gate_kind)  # fmt: skip
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
-        whole, value = cuda.local.array(WIDTH, types.float32), cuda.local.array(WIDTH, types.float32)
+        value = cuda.local.array(WIDTH, types.float32)
+        is_plain = v_scale == int64(0) and gate == int64(0)
 
-        first = int32(0)
-        while first < head_dim:  # the lanes' chunks at a time
-            dim = int32(first + lane * width(v_kind))
-            inside = dim < head_dim
-            states = States(v + int64(dim) * v_dim, v_state, v_kind, s, s_state, s_kind, s_unit, slots)
-            top, total = EMPTY, float32(0)
+        dim = int32((cuda.blockIdx.y * lanes + lane) * width(v_kind))
+        inside = dim < head_dim and row >= int32(0)
+        dim = int32(min(dim, head_dim - width(v_kind)))  # a lane without a chunk reads another's
+        states = States(v + int64(dim) * v_dim, v_state, v_kind, s, s_state, s_kind, s_unit, slots)
+        place = shared + thread * int32(4 * WIDTH)
+        top, total = sum_streams(value, count, group, groups, place, states)
+        if groups > int32(1):
+            top, total = sum_groups(value, top, total, shared, thread, group, lane_bits)
+        if group == int32(0) and inside:
+            inverse, row_lse = normalise(top, total, sinks, head)
+            kv_head = idiv(head, group_size)
             for e in range(WIDTH):
-                whole[e] = float32(0)
-            stream = group
-            while stream < int32(STREAMS) and stream * int32(BATCH) < count:
-                m, d_sum = EMPTY, float32(0)
-                for e in range(WIDTH):
-                    value[e] = float32(0)
-                at = int32(stream * int32(BATCH))
-                while at < count:
-                    m, d_sum = take_batch(value, m, d_sum, at, count, inside, states)
-                    at = int32(at + int32(STRIDE))
-                    keep_rolled()
-                top, total = fold(whole, top, total, value, m, d_sum)
-                stream = int32(stream + groups)
-                keep_rolled()
-            if groups > int32(1):
-                if first > int32(0):
-                    ptx.sync_block()  # the last chunks' sums have been read
-                top, total = share(whole, top, total, value, shared, thread, group, groups, lane_bits)
-            if group == int32(0) and row >= int32(0):
-                inverse, row_lse = normalise(top, total, sinks, head)
-                kv_head = idiv(head, group_size)
-                if inside:
-                    for e in range(WIDTH):
-                        merged = whole[e] * inverse if inverse != float32(0) else float32(0)
-                        if int32(e) < width(v_kind):
-                            merged = finished(merged, dim + int32(e), row, head, kv_head, result)
-                        value[e] = merged
-                    address = out + int64(row) * out_row + int64(head) * out_head
-                    store(address + int64(dim) * out_dim, out_kind, value, v_kind)
-                if first == int32(0) and lane == int32(0) and lse != int64(0):
-                    store_lse(lse + int64(row) * lse_row + int64(head) * lse_head, lse_kind, row_lse * lse_unit)
-            first = int32(first + lanes * width(v_kind))
-            keep_rolled()
+                value[e] = value[e] * inverse if inverse != float32(0) else float32(0)
+                if is_plain:
+                    value[e] *= v_unit
+                elif int32(e) < width(v_kind):
+                    value[e] = finished(value[e], dim + int32(e), row, head, kv_head, result)
+            address = out + int64(row) * out_row + int64(head) * out_head
+            store(address + int64(dim) * out_dim, out_kind, value, v_kind)
+            if dim == int32(0) and lse != int64(0):
+                store_lse(lse + int64(row) * lse_row + int64(head) * lse_head, lse_kind, row_lse * lse_unit)
 
-    return Kernel(merge_states, THREADS, 2 if vector else 3, SHARED)
+    return Kernel(merge_states, THREADS, 3, SHARED)

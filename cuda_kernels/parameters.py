@@ -13,7 +13,6 @@ Parameters = tuple[tuple[str, str], ...]
 # Columns of the work lists; `nbattn.work_list` fills them, see there.
 WORK: tuple[str, ...] = ("LEVEL", "ROW_BEGIN", "ROW_END", "KEY_BEGIN", "KEY_END", "PAGE_BEGIN")
 WORK += ("KEY_POSITION", "KEY_BASE", "KV_LEN", "STATE", "CAUSAL")
-GATHER_WORK = ("ROW", "LIST_BEGIN", "LIST_END", "PAGE_BEGIN", "KV_LEN", "STATE")
 
 
 def _parameters(text: str) -> Parameters:
@@ -69,9 +68,11 @@ _PAGED = _parameters(
 
 _GATHER = _parameters(
     """
-    i64: work                              # int32 [item, 6], see GATHER_WORK
+    i64: rows                              # int32 [row, 2]: where its request's page ids start, and its keys
     i64: token_indices token_indices_row   # int32 [row, width]
     i64: counts                            # int32 [row]
+    i32: num_rows width splits split_size  # a list is cut into `splits` parts of `split_size` entries
+    i32: heads_last                        # blocks go through all parts before the next KV head
     """
     + _QUERY
     + _CACHE

@@ -62,7 +62,10 @@ exp2_approx = instruction("exp2_approx", "ex2.approx.ftz.f32 $0, $1;", (f32,), (
 log2_approx = instruction("log2_approx", "lg2.approx.ftz.f32 $0, $1;", (f32,), (f32,))  # 1e-7 absolute near 1
 divide = instruction("divide", "div.rn.f32 $0, $1, $2;", (f32,), (f32, f32))
 rsqrt = instruction("rsqrt", "{.reg .f32 t; sqrt.rn.f32 t, $1; rcp.rn.f32 $0, t;}", (f32,), (f32,))
+reciprocal = instruction("reciprocal", "rcp.approx.ftz.f32 $0, $1;", (f32,), (f32,))  # 1 ulp
+minimum = instruction("minimum", "min.f32 $0, $1, $2;", (f32,), (f32, f32))  # a NaN loses
 maximum = instruction("maximum", "max.f32 $0, $1, $2;", (f32,), (f32, f32))  # a NaN loses
+offset = instruction("offset", "mad.wide.s32 $0, $2, $3, $1;", (i64,), (i64, i32, i32))  # base + index * step
 divide_u32 = instruction("divide_u32", "div.u32 $0, $1, $2;", (i32,), (i32, i32))
 permute_bytes = instruction("permute_bytes", "prmt.b32 $0, $1, $2, $3;", (u32,), (u32, u32, u32))
 float_bits = instruction("float_bits", "mov.b32 $0, $1;", (u32,), (f32,))
@@ -118,6 +121,9 @@ read_f32_if = instruction(  # the last input, and no access, where the second is
     (f32,),
     (i64, i32, f32),
     "memory",
+)
+read_4u32 = instruction(
+    "read_4u32", "ld.global.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, u32, u32, u32), (i64,), "memory"
 )
 read_4u32_if = instruction(  # zeros, and no access, where the second input is 0
     "read_4u32_if",
@@ -234,6 +240,9 @@ ballot = instruction(  # bit i: lane i gave a nonzero value
 )
 sync_warp = instruction("sync_warp", "bar.warp.sync 0xffffffff;", (), (), "memory")
 sync_block = instruction("sync_block", "bar.sync 0;", (), (), "memory")
+# kernels of one call that overlap: the next may start once all blocks have said so, and waits for the results itself
+let_next_start = instruction("let_next_start", "griddepcontrol.launch_dependents;", (), (), "memory")
+wait_for_earlier = instruction("wait_for_earlier", "griddepcontrol.wait;", (), (), "memory")
 
 
 @intrinsic

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 from nbattn.errors import TargetError
 
 DECODE_ROWS, PREFILL_ROWS = 16, 128  # (query row, head) pairs of one block
-PLAIN_WARPS = 4
-MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS, PAIR_THREADS = 256, 8, 8, 128  # see merge_states and merge_pair
+PLAIN_WARPS, PLAIN_BLOCKS = 4, 4  # of a block, of a multiprocessor
+MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS = 256, 8, 8  # see merge_states
+PAIR_THREADS, PAIR_TASKS = 128, 4  # see merge_pair
 CHUNK_BYTES = 16  # that a lane of a merge takes at a time, where rows are packed and aligned
 BUSY_THREADS = 1024  # of a multiprocessor, from which on rows of unknown length are merged by one group of lanes
 VERY_BUSY_THREADS = 4096  # likewise rows of many states
@@ -29,6 +31,24 @@ def head_size_class(cache_dtype: str, head_dim_qk: int, head_dim_vo: int) -> int
     return next((size for size in sizes if largest <= size), None)
 
 
+class GatherShape(NamedTuple):
+    """Warps of a block, tiles of keys in each warp's ring, and blocks of a multiprocessor."""
+
+    warps: int
+    stages: int
+    blocks: int
+
+
+def gather_shape(cache: str, head_dim: int) -> GatherShape:
+    """Return how the gather of a head-size class is laid out: many warps, since a warp waits for its own arithmetic."""
+    wide = cache in ("float16", "bfloat16")
+    if head_dim > 128:
+        return GatherShape(6, 2, 1) if wide else GatherShape(8, 3, 1)
+    if head_dim > 64:
+        return GatherShape(4, 2, 3) if wide else GatherShape(4, 3, 3)
+    return GatherShape(4, 3, 4)
+
+
 def needs_full(cache_dtype: str, head_dim: int, tile: str, features: bool) -> bool:
     """Return whether a call runs the variant with soft cap, ALiBi and masks; rarer kernels exist in no other."""
     rare = head_dim > 128 or cache_dtype in ("float8_e5m2", "int8")
@@ -43,14 +63,14 @@ def shared_bytes_for(head_dim: int) -> int:
 
 
 def lane_bits(head_dim: int, width: int) -> int:
-    """Return log2 of the lanes whose chunks of `width` numbers cover a row of a merge; a warp's for longer rows."""
-    return min(5, (-(-head_dim // width) - 1).bit_length())
+    """Return log2 of the lanes whose chunks of `width` numbers cover a row of a merge."""
+    return (-(-head_dim // width) - 1).bit_length()
 
 
 def merge_team(
     rows: int, head_dim: int, width: int, multiprocessors: int, num_states: int | None = None
-) -> tuple[int, int, int]:
-    """Return (log2 of a row's lanes, log2 of the groups of lanes that share a row's states, blocks) of a merge.
+) -> tuple[int, int, tuple[int, int, int]]:
+    """Return (log2 of a row's lanes, log2 of the groups of lanes that share a row's states, grid) of a merge.
 
     Parameters
     ----------
@@ -61,12 +81,13 @@ def merge_team(
     num_states : int, optional
         States of every row, if known.
     """
-    bits = lane_bits(head_dim, width)
+    bits = min(5, lane_bits(head_dim, width))
     busy = BUSY_THREADS if num_states is None else VERY_BUSY_THREADS
     few = num_states is not None and num_states <= MERGE_BATCH
     groups = 1 if few or rows << bits >= multiprocessors * busy else MERGE_STREAMS
     group_bits = groups.bit_length() - 1
-    return bits, group_bits, ceil(rows / (MERGE_THREADS >> (bits + group_bits)))
+    grid = ceil(rows / (MERGE_THREADS >> (bits + group_bits))), ceil(head_dim / (width << bits)), 1
+    return bits, group_bits, grid
 
 
 def specialisations() -> list[tuple[str, dict[str, str | int | bool]]]:

@@ -6,6 +6,7 @@ Importing this module imports neither CuPy nor Numba.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,14 @@ from nbattn.arrays import Array, dtype_name
 from nbattn.cuda_kernels import calls, merge_calls
 from nbattn.cuda_kernels.calls import AttentionOptions
 from nbattn.cuda_kernels.device import Device
+from nbattn.cuda_kernels.gather_parts import cut_lists, cut_lists_at, keep_for_graph, rows_on_device
 from nbattn.cuda_kernels.metadata import PlanMetadata, Room
 from nbattn.cuda_kernels.paged_call import PagedCall
-from nbattn.cuda_kernels.shapes import DECODE_ROWS, PREFILL_ROWS
+from nbattn.cuda_kernels.shapes import DECODE_ROWS, PLAIN_BLOCKS, PREFILL_ROWS, gather_shape
 from nbattn.errors import TargetError
 from nbattn.planning import Plan, Tiling
 from nbattn.problem import Level, Options, Preparation, Problem
 from nbattn.rotary import rope_planes
-from nbattn.work_list import WorkList, build_gather_work
 
 BLOCKS_PER_MULTIPROCESSOR = 2  # of the decode tile: see the register table of the tests
 ITEMS_PER_WORKER = 4  # what planning makes of a worker
@@ -124,20 +125,35 @@ def run_gather(
     """Run a gather problem: write `problem.out` and `problem.lse`."""
     device = device or current_device()
     level = problem.levels[0]
-    kv = level.kv
-    num_rows, width = token_indices.shape
-    blocks = device.multiprocessors * BLOCKS_PER_MULTIPROCESSOR
-    work_list: WorkList = build_gather_work(
-        kv.kv_lens, kv.kv_indptr[:-1], np.asarray(level.qo_indptr), np.full(num_rows, width), num_rows,
-        split_size=split_size, workers=max(1, round(blocks / (kv.num_kv_heads * ITEMS_PER_WORKER))),
-    )  # fmt: skip
+    kv, offsets = level.kv, np.asarray(level.qo_indptr)
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first == last:
+        return
     settings, k_scale = _settings(device, problem, None, 0)
-    q = problem.q
+    q, out, lse = problem.q, problem.out, problem.lse
     if k_scale is not None:
         q = device.empty(q.shape, "float32")
         _prepare_query(device, problem, q, len(q), Preparation(), k_scale, 0)
-    lists = device.as_int32(token_indices)
-    calls.run_gather(device, work_list, q, kv, lists, device.as_int32(counts), settings, problem.out, problem.lse)
+    lists, counts = device.as_int32(token_indices), device.as_int32(counts)
+    if (first, last) != (0, len(q)):  # rows that no request covers are left alone
+        covered = slice(first, last)
+        q, out, lists, counts = q[covered], out[covered], lists[covered], counts[covered]
+        lse = lse if lse is None else lse[covered]
+        gate = settings.output_gate
+        settings = replace(settings, output_gate=gate if gate is None else gate[covered])
+    num_rows, width = lists.shape
+    is_shared = num_rows * width >= int(kv.kv_lens.sum())
+    if split_size is None:
+        family, constants, pairs, _ = calls.gather_specialisation(device, q, kv, settings)
+        blocks_each = PLAIN_BLOCKS if family == "gather_plain" else gather_shape(**constants).blocks
+        resident = device.multiprocessors * blocks_each
+        blocks = kv.num_kv_heads * -(-problem.num_qo_heads // kv.num_kv_heads // pairs)
+        parts = cut_lists(num_rows, width, blocks, resident, is_shared)
+    else:
+        parts = cut_lists_at(width, split_size, is_shared)
+    rows, table = rows_on_device(device, kv.table, offsets - first)
+    buffers = calls.run_gather(device, parts, rows, table, q, kv, lists, counts, settings, out, lse)
+    keep_for_graph(device, kv.table, buffers, q, lists, counts, settings, k_scale)
 
 
 def run_merge(

@@ -36,7 +36,7 @@ LOOKUP_TABLE = TableForm("kv_lookup_table", "kv_lens", "table")
 SLOTS = TableForm("slot_ids", "kv_lens", "slots")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PageTable:
     """A checked snapshot of one table.
 

@@ -142,6 +142,43 @@ def graphs(_: argparse.Namespace) -> Iterator[Outcome]:
             graph.launch(stream)
             stream.synchronize()
             yield _compare(f"graph replay {name}", (out, lse), testing.expect(oracle.paged_attention, q, define))
+    yield from _gather_graph()
+
+
+def _gather_graph() -> Iterator[Outcome]:
+    """Run a gather once, capture it, replay it with other lists in the same array."""
+    import cupy
+
+    q, host, q_device, device = _decode_problem([100, 7, 600])
+    rng = np.random.default_rng(2)
+    counts = np.array([700, 0, 650], np.int32)
+    counts_device, lists_device = cupy.asarray(counts), cupy.empty((3, 700), np.int32)
+    out, lse = cupy.empty(q_device.shape, q_device.dtype), cupy.empty(q_device.shape[:2], np.float32)
+    for k_scale in (None, np.array([[0.5], [2.0]], np.float32)):
+        scale = None if k_scale is None else cupy.asarray(k_scale)
+
+        def call(scale: Any = scale) -> None:
+            nbattn.gather_attention(q_device, device, lists_device, counts_device, k_scale=scale, out=out, lse=lse)
+
+        lists_device.fill(0)
+        call()
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.get_current_stream().synchronize()
+        with stream:
+            stream.begin_capture()
+            call()
+            graph = stream.end_capture()
+            others = [cupy.full((1 << n,), np.nan, np.float32) for n in range(8, 20)]  # would take freed scratch
+            for turn in range(2):
+                lists = rng.integers(-1, 620, (3, 700)).astype(np.int32)
+                lists_device.set(lists)
+                out.fill(np.nan)
+                graph.launch(stream)
+                stream.synchronize()
+                expected = testing.expect(oracle.gather_attention, q, host, lists, counts, k_scale=k_scale)
+                yield _compare(f"gather, replay {turn}, k_scale {k_scale}", (out, lse), expected)
+            intact = all(bool(cupy.isnan(x).all()) for x in others)
+            yield {"name": "memory beside a graph's", "passed": intact, "share": 0.0, "detail": ""}
 
 
 def streams(_: argparse.Namespace) -> Iterator[Outcome]:

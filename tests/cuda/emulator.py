@@ -234,6 +234,9 @@ def _stand_ins() -> dict[str, Callable]:
         "divide": lambda x, y: np.float32(x) / np.float32(y),
         "rsqrt": lambda x: one / np.sqrt(np.float32(x)),
         "maximum": lambda x, y: np.fmax(np.float32(x), np.float32(y)),
+        "reciprocal": lambda x: one / np.float32(x),
+        "minimum": lambda x, y: np.fmin(np.float32(x), np.float32(y)),
+        "offset": lambda base, index, step: base + wrap(index, 32, True) * wrap(step, 32, True),
         "divide_u32": lambda x, y: wrap(x, 32, False) // wrap(y, 32, False),
         "permute_bytes": _permute,
         "float_bits": _bits,
@@ -251,14 +254,16 @@ def _stand_ins() -> dict[str, Callable]:
         "exchange_f32": _exchange,
         "exchange_i32": _exchange,
         "from_lane_i32": _from_lane,
-        "from_lane_i64": _from_lane,
         "from_lane_f32": _from_lane,
+        "from_lane_i64": _from_lane,
         "ballot": _ballot,
         "sync_warp": lambda: together("warp", "sync_warp", None),
         "sync_block": lambda: together("block", "sync_block", None),
         "copy_async": _copy_async,
         "commit_copies": _commit,
         "shared_address": lambda array: 0,
+        "let_next_start": lambda: None,
+        "wait_for_earlier": lambda: None,
         "keep_rolled": lambda: None,
         "unroll_fully": lambda: None,
         "load_4u32": _reader(memory, np.uint32, 4),
@@ -276,6 +281,7 @@ def _stand_ins() -> dict[str, Callable]:
     found["load_f64"] = found["read_f64"] = lambda address: np.float32(load_f64(address))
     found["store_f64"] = lambda address, value: store_f64(address, np.float64(value))
     four, number = _reader(memory, np.uint32, 4), _reader(memory, np.float32)
+    found["read_4u32"] = four
     found["read_4u32_if"] = lambda address, wanted: four(address) if wanted else (0, 0, 0, 0)
     found["read_f32_if"] = lambda address, wanted, otherwise: number(address) if wanted else np.float32(otherwise)
     word = _reader(memory, np.uint32)

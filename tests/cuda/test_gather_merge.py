@@ -70,7 +70,7 @@ def test_merged_bits_do_not_depend_on_how_the_work_is_shared(dim, lent, monkeypa
     testing.assert_close(alone, testing.expect(oracle.merge_states, v, s))
 
 
-@pytest.mark.parametrize(("lse_dtype", "dim"), [(np.float32, 24), (np.float32, 20), (np.float64, 24)])
+@pytest.mark.parametrize(("lse_dtype", "dim"), [(np.float32, 24), (np.float32, 264), (np.float32, 20), (np.float64, 24)])
 def test_merge_of_two_and_in_place(lse_dtype, dim, lent):
     rng = np.random.default_rng(2)
     v_a, v_b = numbers(rng, (5, 3, dim), "bfloat16"), numbers(rng, (5, 3, dim), "bfloat16")
