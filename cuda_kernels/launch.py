@@ -72,6 +72,7 @@ class LoadedKernel:
     def __init__(self, family: str, constants: dict[str, Any], device: int):
         cubin = cubin_for(family, constants, compute_capability(device))
         self.family, self.threads, self.shared_bytes = family, cubin.threads, cubin.shared_bytes
+        self.can_overlap = compute_capability(device) >= (9, 0)
         self._function = self._load(cubin.image, cubin.name)
         self._own = Parameters(family)
         self._lock = threading.Lock()  # packing and launching are one step: threads share the parameters
@@ -94,12 +95,16 @@ class LoadedKernel:
             BoundLaunch(self, grid, self._own, shared_bytes)(stream)
 
     def bind(
-        self, grid: Grid, values: tuple, shared_bytes: int | None, cells: ctypes.Array, places: dict[str, int]
-    ) -> BoundLaunch:
-        """Return a launch whose parameters stay, but for those in `places`: they are read from these `cells`."""
+        self, grid: Grid, values: tuple, shared_bytes: int | None, cells: ctypes.Array, places: dict[str, int],
+        overlaps: bool,
+    ) -> BoundLaunch:  # fmt: skip
+        """Return a launch whose parameters stay, but for those in `places`: they are read from these `cells`.
+
+        One that `overlaps` may start before the launch ahead of it on the stream ends: the kernel waits by itself.
+        """
         parameters = Parameters(self.family, cells, places)
         parameters.pack(values)
-        return BoundLaunch(self, grid, parameters, shared_bytes)
+        return BoundLaunch(self, grid, parameters, shared_bytes, overlaps and self.can_overlap)
 
 
 @cache
@@ -143,13 +148,18 @@ class Parameters:
 class BoundLaunch:
     """One launch, of which only the stream is open."""
 
-    def __init__(self, kernel: LoadedKernel, grid: Grid, parameters: Parameters, shared_bytes: int | None):
+    def __init__(
+        self, kernel: LoadedKernel, grid: Grid, parameters: Parameters, shared_bytes: int | None, overlaps: bool = False
+    ):
         shared = kernel.shared_bytes if shared_bytes is None else shared_bytes
         self._what = grid, kernel.threads, shared
         self._parameters, self._address = parameters, parameters.address
         api = sys.modules["cupy"].cuda.driver  # CuPy's call of the driver takes half the time of one through ctypes
         self._error = api.CUDADriverError
         launch = partial(api.launchKernel, kernel._function, *grid, kernel.threads, 1, 1, shared)
+        if overlaps:
+            launch = partial(_launch_overlapping, _Config(grid, (kernel.threads, 1, 1), shared, None, _OVERLAP, 1),
+                             ctypes.c_void_p(kernel._function))  # fmt: skip
         self._launch = launch if all(grid) else None
 
     def __call__(self, stream: int) -> None:
@@ -164,6 +174,26 @@ class BoundLaunch:
             raise TargetError(f"cuda: {call} must succeed, got {error}.") from error
 
 
+class _Attribute(ctypes.Structure):  # CUlaunchAttribute
+    _fields_ = [("name", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+
+
+class _Config(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("num_attributes", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+_OVERLAP = ctypes.pointer(_Attribute(6, 0, 1))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: yes
+
+
+def _launch_overlapping(config: _Config, function: ctypes.c_void_p, stream: int, parameters: int, extra: int) -> None:
+    config.stream = stream
+    result = driver().cuLaunchKernelEx(ctypes.byref(config), function, ctypes.c_void_p(parameters), None)
+    check(result, "cuLaunchKernelEx")
+
+
 def check(result: int, call: str) -> None:
     """Raise a TargetError that carries the driver's own words if `result` is an error."""
     if not result:
@@ -174,19 +204,19 @@ def check(result: int, call: str) -> None:
     raise TargetError(f"cuda: {call} must succeed, got error {result} ({words}).")
 
 
-_loaded: dict[tuple, LoadedKernel] = {}
+loaded: dict[tuple, LoadedKernel] = {}
 _loading = threading.Lock()
 
 
 def kernel(family: str, device: int, **constants: Any) -> LoadedKernel:
     """Return the loaded kernel of a specialisation, compiling and loading it the first time."""
     key = (family, device, *constants.items())
-    found = _loaded.get(key)
+    found = loaded.get(key)
     if found is None:
         with _loading:
-            found = _loaded.get(key)
+            found = loaded.get(key)
             if found is None:
-                found = _loaded[key] = LoadedKernel(family, constants, device)
+                found = loaded[key] = LoadedKernel(family, constants, device)
     return found
 
 

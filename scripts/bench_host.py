@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ Call = Callable[[], Any]
 
 PLANNED_BAR, UNPLANNED_BAR = 20, 200  # empty njit calls
 COMPILE_BAR = 8  # compiles of a prange sum
+GPU_COMPILE_BAR, GPU_LOAD_BAR, GPU_LAUNCH_BAR = 2, 10, 3
 GPU_BARS = {"decode run": 2.5, "cascade run": 4.0, "plan of 256": 3.0}  # FlashInfer's time over ours
 
 
@@ -95,42 +97,105 @@ kv = nbattn.PagedKV.from_slots(k, k, np.array([16, 9], np.int32))
 nbattn.paged_attention(xp.ones((2, 8, 64), np.float16), kv)
 {finish}print(time.perf_counter() - t)"""
 _CPU_CALL = _CALL.format(more="; import numba; xp = np", finish="")
-_GPU_CALL = _CALL.format(
-    more=", cupy as xp; from numba import cuda; xp.ones(3).sum()", finish="xp.cuda.Device().synchronize(); "
+
+_GPU_BLANK = """import json, os, time, numpy as np, cupy
+x = cupy.ones(3, np.float16).sum()
+"""
+_GPU_CALL = (  # imports aside: the kernel's name and what to compile it from are printed for the other programs
+    _GPU_BLANK
+    + """import nbattn.cuda_kernels.target, nbattn.paged
+from nbattn.cuda_kernels import compile, launch
+if not os.listdir(os.environ["NBATTN_CACHE_DIR"]):
+    from numba import cuda
+k = cupy.ones((2, 16, 2, 64), np.float16)
+q, lens = cupy.ones((2, 8, 64), np.float16), np.array([16, 9], np.int32)
+cupy.cuda.Device().synchronize()
+t = time.perf_counter()
+kv = nbattn.PagedKV.from_slots(k, k, lens)
+nbattn.paged_attention(q, kv)
+cupy.cuda.Device().synchronize()
+t = time.perf_counter() - t
+(family, device, *constants), = launch.loaded
+cubin = compile.cubin_for(family, dict(constants), launch.compute_capability(device))
+with open(os.environ["NBATTN_CACHE_DIR"] + "/image", "wb") as file:
+    file.write(cubin.image)
+print(json.dumps({"family": family, "constants": dict(constants), "cc": launch.compute_capability(device),
+                  "name": cubin.name, "compiled": compile.counters.compiled, "seconds": t}))"""
+)
+_GPU_COMPILE = """import json, sys, time
+from numba import cuda
+from nbattn.cuda_kernels import compile
+kernel = json.loads({kernel!r})
+t = time.perf_counter()
+_, ptx = compile.to_ptx(kernel["family"], kernel["constants"], tuple(kernel["cc"]), kernel["name"])
+compile.to_cubin(ptx, tuple(kernel["cc"]))
+print(json.dumps({{"seconds": time.perf_counter() - t}}))"""
+_GPU_LOAD = (
+    _GPU_BLANK
+    + """kernel = {kernel!r}
+cupy.cuda.Device().synchronize()
+t = time.perf_counter()
+cupy.RawModule(path=os.environ["NBATTN_CACHE_DIR"] + "/image").get_function(json.loads(kernel)["name"])
+cupy.cuda.Device().synchronize()
+print(json.dumps({{"seconds": time.perf_counter() - t}}))"""
 )
 
 
-def _cold(program: str, **variables: str) -> float:
-    """Return the seconds that a program prints in a process of its own."""
+def _cold(program: str, **variables: str) -> str:
+    """Return the last line that a program prints in a process of its own."""
     root = str(Path(nbattn.__file__).resolve().parent.parent)
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": paths, **variables}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment, timeout=600
     )
-    return float(done.stdout.split()[-1])
+    return done.stdout.splitlines()[-1]
+
+
+def cpu_compile_times(quick: bool) -> list[dict[str, Any]]:
+    """Time the first call of a cold process, then of another one that finds the first one's cache, if it kept one."""
+    found: dict[str, list[float]] = {"sum": [], "first": [], "second": []}
+    for _ in range(1 if quick else 5):
+        with tempfile.TemporaryDirectory() as folder:
+            found["sum"].append(float(_cold(_SUM)))
+            for name in ("first", "second"):
+                found[name].append(float(_cold(_CPU_CALL, NBATTN_CACHE_DIR=folder)))
+    unit = "compile of a float32 prange sum"
+    first = _compile_row("first call of a process", found["first"], unit, found["sum"])
+    return [{**first, "most": COMPILE_BAR}, _compile_row("second process", found["second"], unit, found["sum"])]
+
+
+def gpu_compile_times(quick: bool) -> list[dict[str, Any]]:
+    """Time the first call of a cold process against the bare compile of its kernel, then one with a filled cache.
+
+    The latter must compile nothing, and stands against CuPy's load of the same image from a file.
+    """
+    found: dict[str, list[float]] = {"first": [], "bare": [], "second": [], "load": []}
+    compiled = 0
+    for _ in range(1 if quick else 3):
+        with tempfile.TemporaryDirectory() as folder:
+            kernel = _cold(_GPU_CALL, NBATTN_CACHE_DIR=folder)
+            again = _cold(_GPU_CALL, NBATTN_CACHE_DIR=folder)
+            compiled += json.loads(again)["compiled"]
+            bare = _cold(_GPU_COMPILE.format(kernel=kernel))
+            load = _cold(_GPU_LOAD.format(kernel=kernel), NBATTN_CACHE_DIR=folder)
+        for name, text in (("first", kernel), ("bare", bare), ("second", again), ("load", load)):
+            found[name].append(json.loads(text)["seconds"])
+    first = _compile_row("first call of a process", found["first"], "bare Numba compile of its kernel", found["bare"])
+    name = f"first call with a filled cache ({compiled} compiles)"
+    second = _compile_row(name, found["second"], "CuPy RawModule load from file", found["load"])
+    return [{**first, "most": GPU_COMPILE_BAR}, {**second, "most": GPU_LOAD_BAR if compiled == 0 else 0}]
 
 
 def compile_times(target: str, quick: bool) -> list[dict[str, Any]]:
-    """Time the first call of a cold process, then of another one that finds the first one's cache, if it kept one."""
-    rounds = 1 if quick else 5
-    program = _CPU_CALL if target == "cpu" else _GPU_CALL
-    found: dict[str, list[float]] = {"sum": [], "first": [], "second": []}
-    for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            found["sum"].append(_cold(_SUM))
-            for name in ("first", "second"):
-                found[name].append(_cold(program, NBATTN_CACHE_DIR=folder))
-    unit = float(np.median(found["sum"]))
-    names = {"first": "first call of a process", "second": "first call of a second process"}
-    rows = []
-    for key, name in names.items():
-        seconds = float(np.median(found[key]))
-        rows.append({"op": "compile", "name": name, "us": 1e6 * seconds, "unit": "compile of a float32 prange sum",
-                     "unit_us": 1e6 * unit, "ratio": seconds / unit})  # fmt: skip
-    if target == "cpu":
-        rows[0]["most"] = COMPILE_BAR
-    return rows
+    """Return what the first calls of fresh processes cost."""
+    return cpu_compile_times(quick) if target == "cpu" else gpu_compile_times(quick)
+
+
+def _compile_row(name: str, times: list[float], unit: str, unit_times: list[float]) -> dict[str, Any]:
+    ours, other = float(np.median(times)), float(np.median(unit_times))
+    return {"op": "compile", "name": name, "us": 1e6 * ours, "unit": unit, "unit_us": 1e6 * other,
+            "ratio": ours / other}  # fmt: skip
 
 
 def gpu_host(flashinfer: bool, quick: bool) -> list[dict[str, Any]]:
@@ -148,7 +213,7 @@ def gpu_host(flashinfer: bool, quick: bool) -> list[dict[str, Any]]:
     many = Paged(batch=256, keys=256, hot=True)
     ours = {"decode run": decode.ours()[0], "cascade run": cascade.ours()[0], "plan of 256": _our_plan(many, cupy)}
     theirs = _flashinfer_calls(decode, cascade, many) if flashinfer else {}
-    rows = []
+    rows = [_beside_raw_kernel(ours["decode run"], calls, rounds, finish)]
     for name, call in ours.items():
         seconds = _host_seconds(call, calls, rounds, finish)
         row = {"op": "host", "name": name, "us": 1e6 * seconds}
@@ -157,6 +222,23 @@ def gpu_host(flashinfer: bool, quick: bool) -> list[dict[str, Any]]:
             row.update(unit="FlashInfer", unit_us=1e6 * other, ratio=other / seconds, least=GPU_BARS[name])
         rows.append(row)
     return rows
+
+
+def _beside_raw_kernel(call: Call, calls: int, rounds: int, finish: Call) -> dict[str, Any]:
+    """Time a planned call beside a launch of CuPy's with as many arguments as its kernel has."""
+    import cupy
+
+    from nbattn.cuda_kernels.parameters import PARAMETERS
+
+    types = {"i64": ("long long", np.int64), "i32": ("int", np.int32), "f32": ("float", np.float32)}
+    kinds = [kind for _, kind in PARAMETERS["paged_decode"]]
+    declared = ", ".join(f"{types[kind][0]} a{i}" for i, kind in enumerate(kinds))
+    empty = cupy.RawKernel(f'extern "C" __global__ void empty({declared}) {{}}', "empty")
+    arguments = tuple(types[kind][1](0) for kind in kinds)
+    unit = median_call(lambda: empty((128,), (128,), arguments), calls, rounds, finish)
+    seconds = median_call(call, calls, rounds, finish)
+    return {"op": "host", "name": "planned call", "us": 1e6 * seconds, "unit": f"RawKernel of {len(kinds)} arguments",
+            "unit_us": 1e6 * unit, "ratio": seconds / unit, "most": GPU_LAUNCH_BAR}  # fmt: skip
 
 
 def _host_seconds(call: Any, calls: int, rounds: int, finish: Call) -> float:
