@@ -20,7 +20,12 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     command = arguments[0] if arguments else None
     if command in COMMANDS:
-        return import_module(f"nbattn.{command}").main(arguments[1:])
+        try:
+            module = import_module(f"nbattn.{command}")
+        except ModuleNotFoundError as error:
+            print(f"nbattn {command}: {error}. python -m nbattn info lists what is missing.", file=sys.stderr)
+            return 2
+        return module.main(arguments[1:])
     if command in ("-h", "--help"):
         print(USAGE)
         return 0

@@ -120,6 +120,20 @@ def test_source_file_is_short(path):
     assert len(path.read_text().splitlines()) <= 400
 
 
+def test_commands_say_when_a_package_is_missing():
+    code = """
+import sys
+sys.modules["ml_dtypes"], sys.stderr = None, sys.stdout  # importing it now fails
+from nbattn.__main__ import main
+print(main(["validate"]))
+"""
+    error, status = run_python(code).splitlines()
+    assert error.startswith("nbattn validate: ")
+    assert "ml_dtypes" in error
+    assert error.endswith(" python -m nbattn info lists what is missing.")
+    assert status == "2"
+
+
 @pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), ([], 2), (["flash"], 2)])
 def test_command_line_names_its_commands(arguments, status, capsys):
     assert command_line.main(arguments) == status
