@@ -14,6 +14,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 import time
@@ -181,6 +182,8 @@ def to_ptx(family: str, constants: dict[str, Any], cc: ComputeCapability, name: 
         )
     text = ptx.decode() if isinstance(ptx, bytes) else ptx
     entry = text.split(".visible .entry ", 1)[1].split("(", 1)[0]
+    if cc < (9, 0):  # which cannot overlap kernels
+        text = re.sub(r"\n\s*griddepcontrol\.\w+;", "\n", text)
     return kernel, text.replace(entry, name)
 
 

@@ -85,7 +85,10 @@ class Device:
 
     def bind(
         self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,
-        shared_bytes: int | None, cells: Any, places: dict[str, int],
+        shared_bytes: int | None, cells: Any, places: dict[str, int], overlaps: bool,
     ) -> Callable[[int], None]:  # fmt: skip
-        """Return what runs a kernel on a given stream; parameters named in `places` are read from `cells` each time."""
-        return launch.kernel(family, self.number, **constants).bind(grid, values, shared_bytes, cells, places)
+        """Return what runs a kernel on a given stream; parameters named in `places` are read from `cells` each time.
+
+        One that `overlaps` may start before the kernel ahead of it ends; the paged kernels and the merge allow that.
+        """
+        return launch.kernel(family, self.number, **constants).bind(grid, values, shared_bytes, cells, places, overlaps)

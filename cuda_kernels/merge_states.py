@@ -1,12 +1,12 @@
 """Merge partial attention states: any number per row, each value read once.
 
 A lane takes a chunk of one (row, head)'s dimensions, a group of lanes a whole one, several groups its states. States
-go in batches of 8, whose loads are all under way before the first is used; batch i belongs to stream ``i % 8``.
-However many groups share the streams, a stream is summed in its own order and the streams one after the other, so the
-bits of a row depend on its own states alone.
+go in batches of 8, whose loads are all under way before the first is used.
 
 The engine's last step and the user's `merge_states` are the same kernel: the one names its states by lists of slots,
-the other by their place.
+the other by their place. Where there are lists, batch i belongs to stream ``i % 8``; however many groups share the
+streams, each is summed in its own order and the streams one after the other, so that the bits of a row depend on its
+own states alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from nbattn.indexing import idiv
 from nbattn.scoring import shift, state_weight
 
 THREADS, BATCH, STREAMS = MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS
-STRIDE = BATCH * STREAMS  # from one batch of a stream to its next
 
 
 class States(NamedTuple):
@@ -48,8 +47,8 @@ class States(NamedTuple):
     slots: int
 
 
-def make_take_batch(chunk: SimpleNamespace, full: bool) -> Callable:
-    """Return the function that takes a batch of states, of which some do not exist unless it is `full`."""
+def make_take_batch(chunk: SimpleNamespace, full: bool, listed: bool) -> Callable:
+    """Return the function that takes a batch of states: all of it exists if `full`, slots are looked up if `listed`."""
     WIDTH, WORDS, BATCH_WORDS, at_index = chunk.WIDTH, chunk.WORDS, BATCH * chunk.WORDS, chunk.at
     load, load_if, load_lse, load_lse_if = chunk.load, chunk.load_if, chunk.load_lse, chunk.load_lse_if
     drop, add = chunk.drop, chunk.add
@@ -61,26 +60,28 @@ def make_take_batch(chunk: SimpleNamespace, full: bool) -> Callable:
         words = cuda.local.array(BATCH_WORDS, types.uint32)
         for j in range(BATCH):
             slot[j] = int32(at + int32(j))
-            if states.slots != int64(0):
-                slot[j] = element(states.slots, slot[j] if full else min(slot[j], count - int32(1)))
+            if listed:
+                slot[j] = element(states.slots, min(slot[j], count - int32(1)))
         for j in range(BATCH):
             s_at = at_index(states.s, slot[j], states.s_step)
             v_at = at_index(states.v, slot[j], states.v_step)
             if full:
-                score[j] = load_lse(s_at, states.s_kind) * states.s_unit
+                score[j] = load_lse(s_at, states.s_kind)
                 load(words, j * WORDS, v_at, states.v_kind)
             else:
                 wanted = int32(at + int32(j)) < count
-                score[j] = load_lse_if(s_at, states.s_kind, wanted) * states.s_unit
+                score[j] = load_lse_if(s_at, states.s_kind, wanted)
                 load_if(words, j * WORDS, v_at, states.v_kind, wanted)
         top = m
         for j in range(BATCH):
+            score[j] *= states.s_unit
             top = ptx.maximum(top, score[j])
         base = shift(top)
-        alpha = state_weight(m, base)
-        d_sum *= alpha
-        for e in range(WIDTH):
-            value[e] = value[e] * alpha if alpha != float32(0) else float32(0)
+        if m != EMPTY:  # not the first
+            alpha = state_weight(m, base)
+            d_sum *= alpha
+            for e in range(WIDTH):
+                value[e] = value[e] * alpha if alpha != float32(0) else float32(0)
         for j in range(BATCH):
             score[j] = state_weight(score[j], base)
             d_sum += score[j]
@@ -131,7 +132,8 @@ def make(vector: bool) -> Kernel:
     """Return the kernel; `vector`: chunks of 16 bytes, see `make_chunk`."""
     chunk, shelf = make_chunk(vector, BATCH), make_shelf(8 if vector else 1)
     WIDTH, width, store, put, fold = chunk.WIDTH, chunk.width, chunk.store, shelf.put, shelf.fold
-    take_full, take_some = make_take_batch(chunk, True), make_take_batch(chunk, False)
+    take_full, take_some = make_take_batch(chunk, True, False), make_take_batch(chunk, False, False)
+    take_listed = make_take_batch(chunk, False, True)
     PARTIALS = 4 * THREADS * WIDTH  # in shared memory, after the values
     SHARED = PARTIALS + 8 * THREADS
 
@@ -141,8 +143,9 @@ def make(vector: bool) -> Kernel:
         top, total = EMPTY, float32(0)
         for e in range(WIDTH):
             value[e] = float32(0)
+        streams = groups if states.slots == int64(0) else int32(STREAMS)
         stream = group
-        while stream < int32(STREAMS) and stream * int32(BATCH) < count:
+        while stream < streams and stream * int32(BATCH) < count:
             if stream != group:
                 put(place, value)
                 for e in range(WIDTH):
@@ -150,11 +153,13 @@ def make(vector: bool) -> Kernel:
             m, d_sum = EMPTY, float32(0)
             at = int32(stream * int32(BATCH))
             while at < count:
-                if at + int32(BATCH) <= count:
+                if states.slots != int64(0):
+                    m, d_sum = take_listed(value, m, d_sum, at, count, states)
+                elif at + int32(BATCH) <= count:
                     m, d_sum = take_full(value, m, d_sum, at, count, states)
                 else:
                     m, d_sum = take_some(value, m, d_sum, at, count, states)
-                at = int32(at + int32(STRIDE))
+                at = int32(at + streams * int32(BATCH))
                 keep_rolled()
             if stream == group:
                 top, total = m, d_sum
@@ -220,6 +225,7 @@ def make(vector: bool) -> Kernel:
         dim = int32(min(dim, head_dim - width(v_kind)))  # a lane without a chunk reads another's
         states = States(v + int64(dim) * v_dim, v_state, v_kind, s, s_state, s_kind, s_unit, slots)
         place = shared + thread * int32(4 * WIDTH)
+        ptx.wait_for_earlier()  # the plan's lists are there before, the states are not
         top, total = sum_streams(value, count, group, groups, place, states)
         if groups > int32(1):
             top, total = sum_groups(value, top, total, shared, thread, group, lane_bits)

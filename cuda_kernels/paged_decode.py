@@ -78,11 +78,13 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
         gate_kind,
     ):  # fmt: skip
+        ptx.let_next_start()
         item, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
         first_pair = int32(cuda.blockIdx.y * 16)
         row_begin = work_field(work, item, ROW_BEGIN)
         pairs = (work_field(work, item, ROW_END) - row_begin) * group_size
         if first_pair >= pairs:
+            ptx.wait_for_earlier()
             return
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
@@ -166,5 +168,6 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         state = int32(state + row - row_begin) if state >= int32(0) else state
         count = int32(min(int32(16), pairs - first_pair))
         write_rows(shared, int32(PITCH), partials, warp, int32(WARPS), count, lane, row, qo_head, kv_head, state, result)
+        ptx.wait_for_earlier()
 
     return Kernel(paged_decode, 32 * WARPS, 1 if head_dim > 128 else 2, SHARED)

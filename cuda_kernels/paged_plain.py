@@ -50,10 +50,12 @@ def make(cache: str) -> Kernel:
         out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
         gate_kind,
     ):  # fmt: skip
+        ptx.let_next_start()
         item, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
         pair = int32(cuda.blockIdx.y)
         row_begin = work_field(work, item, ROW_BEGIN)
         if pair >= (work_field(work, item, ROW_END) - row_begin) * group_size:
+            ptx.wait_for_earlier()
             return
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
@@ -102,6 +104,7 @@ def make(cache: str) -> Kernel:
             tile = int32(tile + int32(32 * WARPS))
             keep_rolled()
 
+        ptx.wait_for_earlier()
         publish_row(m, d_lane, partials, warp, lane)
         if warp == int32(0):
             state = work_field(work, item, STATE)

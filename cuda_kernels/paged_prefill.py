@@ -74,6 +74,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
         gate_kind,
     ):  # fmt: skip
+        ptx.let_next_start()
         item, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
@@ -81,6 +82,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         row_begin = work_field(work, item, ROW_BEGIN)
         pairs = int32((work_field(work, item, ROW_END) - row_begin) * group_size)
         if int32(cuda.blockIdx.y * (WARPS * ROWS)) >= pairs:
+            ptx.wait_for_earlier()
             return
         c = int32(lane & int32(3))
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
@@ -179,12 +181,13 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         if state >= int32(0):
             slot = int64(state + row - row_begin) * int64(num_qo_heads) + int64(qo_head)
             store_states(o, m, d_sum, lane, slot, count, result)
-            return
-        ptx.sync_block()
-        accumulators = shared + warp * int32(ROWS * PITCH)
-        publish(o, m, d_sum, accumulators, partials, lane)
-        ptx.sync_warp()
-        write_rows(accumulators, int32(PITCH), partials, int32(0), int32(1), count, lane, row, qo_head, kv_head, state,
-                   result)  # fmt: skip
+        else:
+            ptx.sync_block()
+            accumulators = shared + warp * int32(ROWS * PITCH)
+            publish(o, m, d_sum, accumulators, partials, lane)
+            ptx.sync_warp()
+            write_rows(accumulators, int32(PITCH), partials, int32(0), int32(1), count, lane, row, qo_head, kv_head,
+                       state, result)  # fmt: skip
+        ptx.wait_for_earlier()
 
     return Kernel(paged_prefill, 32 * WARPS, 8 // WARPS, SHARED)

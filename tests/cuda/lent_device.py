@@ -64,7 +64,7 @@ class LentDevice:
 
     def bind(
         self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,
-        shared_bytes: int | None, cells: Any, places: dict[str, int],
+        shared_bytes: int | None, cells: Any, places: dict[str, int], overlaps: bool,
     ) -> Callable[[int], None]:  # fmt: skip
         names = [name for name, _ in PARAMETERS[family]]
 
