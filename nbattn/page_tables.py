@@ -143,7 +143,7 @@ def table_faults(
     indptr: np.ndarray, ids: Array, lens: np.ndarray, page_size: int, num_pages: int, form: TableForm
 ) -> Iterator[str]:
     """Yield a message per broken rule; ids on a device are not looked at."""
-    indptr, lens = indptr.astype(np.int64), lens.astype(np.int64)
+    indptr, lens = indptr.astype(np.int64, copy=False), lens.astype(np.int64, copy=False)
     broken = list(indptr_faults(indptr, ids.shape[0], form))
     yield from broken
     if broken:  # nobody can say which entries belong to whom
@@ -177,6 +177,14 @@ def _length_faults(
     indptr: np.ndarray, capacity: np.ndarray, lens: np.ndarray, page_size: int, form: TableForm
 ) -> Iterator[str]:
     most = capacity * page_size
+    spare = most - lens
+    if lens.size == 0 or (
+        0 <= spare.min()
+        and 0 <= lens.min()
+        and lens.max() <= INT32_MAX
+        and (form.kind != "csr" or spare.max() < page_size)
+    ):
+        return
     least = np.where(capacity > 0, most - page_size + 1, 0) if form.kind == "csr" else 0
 
     def name(b: int) -> str:

@@ -96,19 +96,19 @@ def place_rows(levels: list[LevelLengths], total_rows: int, kv_start: Any = None
     keys_above = np.zeros(total_rows, np.int64)
     key_base = []
     for level in levels:
-        first, last = int(level.qo_indptr[0]), int(level.qo_indptr[-1])
+        reached, counts = _rows_of(level)
         key_base.append(keys_above)
-        counts = level.qo_indptr[1:] - level.qo_indptr[:-1]
         keys_above = keys_above.copy()
-        keys_above[first:last] += np.repeat(level.kv_lens, counts)
-        covered[first:last] = True
-    reached, start = slice(first, last), np.zeros(total_rows, np.int64)  # by the last level
-    request, index, new_rows = np.full(total_rows, -1), np.zeros(total_rows, np.int64), np.ones(total_rows, np.int64)
-    request[reached] = np.repeat(np.arange(len(counts)), counts)
-    index[reached] = np.arange(first, last) - np.repeat(level.qo_indptr[:-1], counts)
-    new_rows[reached] = np.repeat(counts, counts)
+        keys_above[reached] += _spread(level.kv_lens, counts)
+        covered[reached] = True
+    start, request = np.zeros(total_rows, np.int64), np.full(total_rows, -1)  # by the last level
+    index, new_rows = np.zeros(total_rows, np.int64), np.ones(total_rows, np.int64)
+    request[reached] = _spread(np.arange(len(level.kv_lens)), counts)
+    if counts is not None:
+        index[reached] = np.arange(reached.start, reached.stop) - np.repeat(level.qo_indptr[:-1], counts)
+        new_rows[reached] = np.repeat(counts, counts)
     if kv_start is not None:
-        start[reached] = np.repeat(np.asarray(kv_start, np.int64), counts)
+        start[reached] = _spread(np.asarray(kv_start, np.int64), counts)
     position = start + keys_above - new_rows + index if q_positions is None else np.asarray(q_positions, np.int64)
     return Positions(
         position.astype(np.int32),
@@ -118,6 +118,19 @@ def place_rows(levels: list[LevelLengths], total_rows: int, kv_start: Any = None
         key_base if kv_start is None else [base + start for base in key_base],
         covered,
     )
+
+
+def _rows_of(level: LevelLengths) -> tuple[slice, np.ndarray | None]:
+    """Return which rows a level reaches, and how many each request has; None for one each."""
+    first, last = int(level.qo_indptr[0]), int(level.qo_indptr[-1])
+    counts = level.qo_indptr[1:] - level.qo_indptr[:-1]
+    single = last - first == len(counts) and counts.max(initial=1) == 1
+    return slice(first, last), None if single else counts
+
+
+def _spread(values: np.ndarray, counts: np.ndarray | None) -> np.ndarray:
+    """Return each request's value for each of its rows."""
+    return values if counts is None else np.repeat(values, counts)
 
 
 def build_work(
@@ -157,7 +170,7 @@ def build_work(
     tokens = items[ROW_END] - items[ROW_BEGIN]
     merges = _assign_states(items, places.covered)
     cost = (items[KEY_END] - items[KEY_BEGIN]) * tokens
-    work = np.ascontiguousarray(items.T, np.int32)
+    work = items.T.astype(np.int32, order="C")
     if (cost[1:] > cost[:-1]).any():
         work = work[np.argsort(-cost, kind="stable")]  # longest first
     return WorkList(work, *merges, int(tokens.max(initial=1)))
@@ -198,11 +211,12 @@ def most_work(
 
 def _runs_of_level(number: int, level: LevelLengths, places: Positions, tile_tokens: int) -> np.ndarray:
     """Return one item per tile of rows that share their request and the position of its key 0: [columns, items]."""
-    first, last = int(level.qo_indptr[0]), int(level.qo_indptr[-1])
-    counts = level.qo_indptr[1:] - level.qo_indptr[:-1]
-    if last - first == len(counts) and number == 0 and counts.max(initial=0) <= 1:  # decode: one row, one tile
+    reached, counts = _rows_of(level)
+    first, last = reached.start, reached.stop
+    if counts is None and number == 0:  # decode: one row, one tile
         begin, end, request = level.qo_indptr[:-1], level.qo_indptr[1:], slice(None)
     else:
+        counts = level.qo_indptr[1:] - level.qo_indptr[:-1]
         request_of_row = np.repeat(np.arange(len(counts)), counts)
         start_of_row = places.key_position[number][first:last]
         changes = (np.diff(request_of_row) != 0) | (np.diff(start_of_row) != 0)
@@ -277,9 +291,11 @@ def _split(items: np.ndarray, split_size: int | None, workers: int) -> np.ndarra
         lengths = ends - begins
         cost = lengths * (items[ROW_END] - items[ROW_BEGIN])
         target = int(cost.sum()) / max(1, workers * SPLITS_PER_WORKER)
-        pieces = np.ceil(cost / max(target, 1.0) - 0.25).astype(np.int64)  # a little more than one share stays whole
+        if cost.max(initial=0) / max(target, 1.0) - 0.25 <= 1:  # a little more than one share stays whole
+            return items
+        pieces = np.ceil(cost / max(target, 1.0) - 0.25).astype(np.int64)
         pieces = np.minimum(pieces, lengths // SMALLEST_SPLIT)
-        if pieces.max(initial=1) <= 1:
+        if pieces.max() <= 1:
             return items
         size = -(-lengths // np.maximum(pieces, 1))
         size = -(-size // SMALLEST_SPLIT) * SMALLEST_SPLIT
