@@ -114,7 +114,7 @@ def make_store_states(widened: bool, out_tiles: int, rows: int) -> Callable:
 
 
 def make_write_rows(warps: int, rows: int) -> Callable:
-    """Return the function by which a warp merges what `warps` warps published of `rows` rows, at most 32, and writes."""
+    """Return the function by which a warp merges and writes what `warps` warps published of `rows` rows, at most 32."""
 
     @register_jitable
     def store_four(value, dim, row, qo_head, kv_head, result):
@@ -126,11 +126,12 @@ def make_write_rows(warps: int, rows: int) -> Callable:
             for e in range(4):
                 store_result(value[e], dim + int32(e), row, qo_head, kv_head, result)
         else:
-            unit = result.v_unit
+            for e in range(4):
+                value[e] *= result.v_unit
             if result.out_kind == BF16:
-                low, high = ptx.pack_bf16(value[0] * unit, value[1] * unit), ptx.pack_bf16(value[2] * unit, value[3] * unit)
+                low, high = ptx.pack_bf16(value[0], value[1]), ptx.pack_bf16(value[2], value[3])
             else:
-                low, high = ptx.pack_f16(value[0] * unit, value[1] * unit), ptx.pack_f16(value[2] * unit, value[3] * unit)
+                low, high = ptx.pack_f16(value[0], value[1]), ptx.pack_f16(value[2], value[3])
             ptx.store_2u32(address, low, high)
 
     @register_jitable

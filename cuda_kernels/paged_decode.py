@@ -167,7 +167,8 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         state = work_field(work, item, STATE)
         state = int32(state + row - row_begin) if state >= int32(0) else state
         count = int32(min(int32(16), pairs - first_pair))
-        write_rows(shared, int32(PITCH), partials, warp, int32(WARPS), count, lane, row, qo_head, kv_head, state, result)
+        write_rows(shared, int32(PITCH), partials, warp, int32(WARPS), count, lane, row, qo_head, kv_head, state,
+                   result)  # fmt: skip
         ptx.wait_for_earlier()
 
     return Kernel(paged_decode, 32 * WARPS, 1 if head_dim > 128 else 2, SHARED)

@@ -1,7 +1,8 @@
 """Paged attention for many query rows: FlashAttention-2 over a work item's rows and the heads of one KV group.
 
-A block takes 128 (row, head) pairs of one work item and KV head, shared by four warps, or eight where heads are large: at
-32 rows a warp, shared memory is read half as often as at 16. All warps share tiles of keys that `cp.async` brings from the pages into two buffers, one filling while the other is used.
+A block takes 128 (row, head) pairs of one work item and KV head, shared by four warps, or eight where heads are large:
+at 32 rows a warp, shared memory is read half as often as at 16. All warps share tiles of keys that `cp.async` brings
+from the pages into two buffers, one filling while the other is used.
 """
 
 from __future__ import annotations
@@ -84,7 +85,6 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         if int32(cuda.blockIdx.y * (WARPS * ROWS)) >= pairs:
             ptx.wait_for_earlier()
             return
-        c = int32(lane & int32(3))
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
         scratch, bits_at = shared + int32(SCRATCH) + warp * int32(1024), shared + int32(BITS)
         partials = shared + int32(PARTIALS) + warp * int32(ROWS * 8)
@@ -102,7 +102,8 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         key0, key_end = work_field(work, item, KEY_BEGIN), work_field(work, item, KEY_END)
         ahead = int32(key0 + warp * int32(FETCHED) + (lane & int32(FETCHED - 1)))
         k_place, stage = shared + warp * int32(FETCHED * K_ROW), int32(0)
-        v_place, bits_place = shared + int32(K_TILE) + warp * int32(FETCHED * V_ROW), bits_at + warp * int32(FETCHED // 8)
+        v_place = shared + int32(K_TILE) + warp * int32(FETCHED * V_ROW)
+        bits_place = bits_at + warp * int32(FETCHED // 8)
         page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
         if ALL_FETCH or warp < int32(4):
             found = fetch(k_place, v_place, page, slot, lane, pages)
@@ -118,9 +119,8 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         position, mask_at = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int64)
         limits = shared + int32(LIMITS) + warp * int32(ROWS * LIMITS_BYTES)
         set_up_lanes(query, first, end, limits, work, item, first_pair, pairs, kv_head, lane, queries, rules)
-        # what this warp sees, and what the block must read
         low, high, all_low, all_high = keys_of_warp(first, end)
-        ranges = bits_at + int32(16)
+        ranges = bits_at + int32(16)  # what each warp sees
         mine = ranges + warp * int32(16)
         ptx.shared_store_2u32(mine, low, high)
         ptx.shared_store_2u32(mine + int32(8), all_low, all_high)
@@ -137,10 +137,9 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             o[i] = float32(0)
         for i in range(LANE_ROWS):
             m[i], d_sum[i] = EMPTY, float32(0)
-
         while key0 < key_end:
             other = int32(1) - stage
-            lane = ptx.from_lane_i32(lane, lane)  # keeps what follows from the lane's number out of registers meanwhile
+            lane = ptx.from_lane_i32(lane, lane)  # or all that follows from it would stay in registers, and spill
             target = other * int32(STAGE)
             if ALL_FETCH or warp < int32(4):
                 found = fetch(k_place + target, v_place + target, page, slot, lane, pages)
@@ -151,16 +150,15 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             ptx.sync_block()
             low, high, all_low, all_high = ptx.shared_load_4u32(mine)
             if key0 < int32(high) and int32(key0 + int32(KEYS)) > int32(low):
-                k_tile = shared + stage * int32(STAGE)
-                v_tile = k_tile + int32(K_TILE)
+                k_tile, v_tile = shared + stage * int32(STAGE), shared + stage * int32(STAGE) + int32(K_TILE)
                 whole = key0 >= int32(all_low) and int32(key0 + int32(KEYS)) <= int32(all_high)
                 for i in range(WORDS):
                     bits[i] = ptx.shared_load_u32(bits_at + stage * int32(4 * WORDS) + int32(4 * i))
                     whole = whole and bits[i] == uint32(ALL)
                 multiply_keys(query, s, k_tile, lane)
-                recall_rows(unit, first, end, slope, position, mask_at, limits, lane)  # registers are short meanwhile
-                dropped = score_tile(s, bits, key0, lane & int32(3), whole, unit, first, end, slope, position, mask_at, key_position,
-                                     rules)  # fmt: skip
+                recall_rows(unit, first, end, slope, position, mask_at, limits, lane)
+                dropped = score_tile(s, bits, key0, lane & int32(3), whole, unit, first, end, slope, position,
+                                     mask_at, key_position, rules)  # fmt: skip
                 soften(s, m, d_sum, o)
                 if HAS_NONFINITE and ptx.ballot(dropped) != uint32(0) and has_nonfinite(v_tile, lane):
                     select_values(s, o, v_tile, scratch, lane)
@@ -170,8 +168,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             ahead = int32(ahead + int32(KEYS))
             page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
             ptx.sync_block()
-            key0 = int32(key0 + int32(KEYS))
-            stage = other
+            key0, stage = int32(key0 + int32(KEYS)), other
             keep_rolled()
 
         wait_for_all()

@@ -165,9 +165,7 @@ shared_store_4f32 = instruction(
     "shared_store_4f32", "st.shared.v4.f32 [$0], {$1,$2,$3,$4};", (), (i32, f32, f32, f32, f32), "memory"
 )
 shared_store_u32 = instruction("shared_store_u32", "st.shared.u32 [$0], $1;", (), (i32, u32), "memory")
-shared_store_2u32 = instruction(
-    "shared_store_2u32", "st.shared.v2.u32 [$0], {$1,$2};", (), (i32, u32, u32), "memory"
-)
+shared_store_2u32 = instruction("shared_store_2u32", "st.shared.v2.u32 [$0], {$1,$2};", (), (i32, u32, u32), "memory")
 shared_store_u16 = instruction(
     "shared_store_u16", "{.reg .u16 t; cvt.u16.u32 t, $1; st.shared.u16 [$0], t;}", (), (i32, u32), "memory"
 )

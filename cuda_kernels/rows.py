@@ -177,7 +177,7 @@ def make_set_up_rows(load_query: Callable, rows: int) -> Callable:
 
 
 def make_keys_of_warp(rows: int, distances: tuple[int, ...] = (4, 8, 16)) -> Callable:
-    """Return the function that finds what a warp's rows see: `rows` of each lane, lanes at `distances` having others."""
+    """Return the function that finds what a warp's rows see: `rows` of a lane, other rows in lanes at `distances`."""
 
     @register_jitable
     def keys_of_warp(first, end):
@@ -211,7 +211,7 @@ def make_rows_of_lanes(load_query: Callable, rows: int, full: bool) -> tuple[Cal
 
     @register_jitable
     def set_up_lanes(query, first, end, limits, work, item, first_pair, pairs, kv_head, lane, queries, rules):
-        """Load q, fill ``limits [8 * rows, LIMITS_BYTES]``, and return the interval of the lane's row in `first`, `end`."""
+        """Load q and fill ``limits [8 * rows, LIMITS_BYTES]``; `first` and `end` get the interval of the lane's row."""
         own = lane & int32(ALL_ROWS - 1)
         pair = int32(first_pair + own)
         row_begin = work_field(work, item, ROW_BEGIN)
