@@ -30,6 +30,9 @@ class DeviceArray:
     def item(self):
         return self.get().item()
 
+    def copy(self):
+        return DeviceArray(self.host.copy(), self.copies)
+
     def astype(self, dtype, order="K"):
         return DeviceArray(self.host.astype(dtype, order=order), self.copies)
 

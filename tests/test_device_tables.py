@@ -25,6 +25,9 @@ class DeviceArray:
         self.copies.append(self.shape)
         return self.host.copy()
 
+    def copy(self):
+        return DeviceArray(self.host.copy(), self.copies)
+
     def astype(self, dtype, order="K"):
         return DeviceArray(self.host.astype(dtype, order=order), self.copies)
 

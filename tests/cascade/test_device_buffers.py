@@ -25,6 +25,9 @@ class DeviceArray:
         assert values.dtype == self.dtype
         self.host[...] = values
 
+    def copy(self):
+        return DeviceArray(self.host.copy())
+
     def astype(self, dtype, order="K"):
         return DeviceArray(self.host.astype(dtype, order=order))
 
