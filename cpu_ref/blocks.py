@@ -24,6 +24,7 @@ from nbattn.cpu_ref.tiles import (
     value_tile_1_select,
     value_tile_4,
 )
+from nbattn.scoring import exp2, shift
 
 
 def number_type(kind):
@@ -125,6 +126,22 @@ def list_coming(coming, rows, heads, head_begin, head_stride, slot_stride):
             token, head = (outer, inner) if by_token else (inner, outer)
             coming[i] = rows[token] + (head_begin + head) * head_stride
             i += 1
+
+
+@part
+def fold(total, total_sum, total_m, acc, d_sum, m, rows, dim):
+    """Add the running accumulators of `rows` rows to their totals and clear them.
+
+    ``total`` and ``total_sum`` are relative to ``total_m``, which becomes the running maximum. A row's sums stay short
+    this way: equal weights round alike, and one long sequence of float32 additions would drift.
+    """
+    for row in range(rows):
+        factor = exp2(total_m[row] - shift(m[row]))
+        for d in range(dim):
+            total[row, d] = total[row, d] * factor + acc[row, d]
+            acc[row, d] = 0
+        total_sum[row] = total_sum[row] * factor + d_sum[row]
+        total_m[row], d_sum[row] = m[row], 0
 
 
 def query_bits(kind, rows, dim):

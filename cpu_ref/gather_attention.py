@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from nbattn.cpu_ref.blocks import (
+    fold,
     list_coming,
     number_type,
     padded,
@@ -35,7 +36,7 @@ from nbattn.cpu_ref.problem import (
     V_SLOT,
 )
 from nbattn.cpu_ref.rows import load_queries, store_rows
-from nbattn.cpu_ref.tiles import KEYS, softmax_block
+from nbattn.cpu_ref.tiles import FOLD_KEYS, KEYS, softmax_block
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import mapped_page, page_and_slot, selected_token
 from nbattn.work_list import GATHER_KV_LEN, GATHER_PAGE_BEGIN, GATHER_ROW, GATHER_STATE, LIST_BEGIN, LIST_END
@@ -82,10 +83,11 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
     stride = padded(num_rows + 4)
     q = np.zeros((num_rows + 4, padded(queries.dim)), number)
     bits = query_bits(kind, num_rows + 4, queries.dim)
-    acc = np.empty((num_rows, padded(output.dim)), number)
+    both = np.empty((2, num_rows, padded(output.dim)), number)
+    acc, total = both[0], both[1]
     s = np.zeros((KEYS, stride), number)
-    running = np.empty((3, stride), number)
-    m, d_sum, alpha = running[0], running[1], running[2]
+    running = np.empty((5, stride), number)
+    m, d_sum, alpha, total_m, total_sum = running[0], running[1], running[2], running[3], running[4]
     places = np.zeros((5, KEYS), np.int64)  # where rows of K and V lie: of this block and of the next
     key_rows, value_rows, idle = places[0:2], places[2:4], places[4]
     k_coming = np.empty(heads * KEYS, np.int64)
@@ -106,7 +108,9 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
         tokens, end = token_indices[row], np.int64(item[LIST_END])
         load_queries(queries, row, row + 1, 0, heads, q)
         operand = query_operand(kind, q, bits, num_rows, queries.dim)
-        m[:], d_sum[:], acc[:] = -math.inf, 0, 0
+        running[:], both[:] = 0, 0
+        m[:], total_m[:] = -math.inf, -math.inf
+        summed = 0
         n, here = _find_tokens(
             key_rows[0], value_rows[0], level, tokens, np.int64(item[LIST_BEGIN]), end, page_begin, kv_len
         )
@@ -125,6 +129,10 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
             weigh_values(kind, address_of(acc), acc.strides[0], heads, group, address_of(s), s.strides[0],
                          address_of(value_rows[now]), v_head, n, output.dim, address_of(alpha), 0, address_of(v_coming),
                          address_of(idle))  # fmt: skip
+            summed += n
+            if n_next <= 0 or summed >= FOLD_KEYS:
+                fold(total, total_sum, total_m, acc, d_sum, m, num_rows, output.dim)
+                summed = 0
             n, now = n_next, 1 - now
-        store_rows(output, states, np.int64(item[GATHER_STATE]), row, row + 1, 0, heads, acc, m, d_sum)
+        store_rows(output, states, np.int64(item[GATHER_STATE]), row, row + 1, 0, heads, total, total_m, total_sum)
         next_task(counters, 1)

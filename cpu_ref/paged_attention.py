@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from nbattn.cpu_ref.blocks import (
+    fold,
     list_coming,
     number_type,
     padded,
@@ -34,7 +35,7 @@ from nbattn.cpu_ref.problem import (
 )
 from nbattn.cpu_ref.rows import load_queries, store_rows
 from nbattn.cpu_ref.rules import apply_rules, scores_of_block
-from nbattn.cpu_ref.tiles import KEYS, softmax_block
+from nbattn.cpu_ref.tiles import FOLD_KEYS, KEYS, softmax_block
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import page_and_slot, visible_keys
 from nbattn.work_list import (
@@ -117,10 +118,11 @@ def paged_worker(
     stride = padded(max_rows + 4)  # a tile of four may write scores of up to three rows behind the last
     q = np.zeros((max_rows + 4, padded(queries.dim)), number)
     bits = query_bits(kind, max_rows + 4, queries.dim)
-    acc = np.empty((max_rows, padded(output.dim)), number)
+    both = np.empty((2, max_rows, padded(output.dim)), number)
+    acc, total = both[0], both[1]
     s = np.zeros((KEYS, stride), number)
-    running = np.empty((3, stride), number)  # one allocation for three arrays: each compiles for a tenth of a second
-    m, d_sum, alpha = running[0], running[1], running[2]
+    running = np.empty((5, stride), number)  # one allocation for three arrays: each compiles for a tenth of a second
+    m, d_sum, alpha, total_m, total_sum = running[0], running[1], running[2], running[3], running[4]
     of_row = np.empty((5, max_rows), np.int64)
     first, end, qo_head, q_row, position = of_row[0], of_row[1], of_row[2], of_row[3], of_row[4]
     places = np.empty((8, KEYS), np.int64)  # where rows of K and V lie: of this block and of the next
@@ -146,7 +148,9 @@ def paged_worker(
         rows = tokens * group
         load_queries(queries, row_begin, row_end, head_begin, heads, q)
         operand = query_operand(kind, q, bits, heads * rows, queries.dim)
-        m[:], d_sum[:], acc[:] = -math.inf, 0, 0
+        running[:], both[:] = 0, 0
+        m[:], total_m[:] = -math.inf, -math.inf
+        summed = 0
         s[:, heads * rows :] = 0
         for packed in range(heads * rows):
             q_row[packed] = row_begin + packed % rows // group
@@ -180,6 +184,12 @@ def paged_worker(
             weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(s), s.strides[0],
                          address_of(value_rows[now]), v_head, n, output.dim, address_of(alpha), np.int64(select),
                          address_of(v_coming), address_of(idle))  # fmt: skip
+            summed += n
+            if n_next <= 0 or summed >= FOLD_KEYS:
+                fold(total, total_sum, total_m, acc, d_sum, m, heads * rows, output.dim)
+                summed = 0
             key, n, now = key + n, n_next, 1 - now
-        store_rows(output, states, np.int64(item[STATE]), row_begin, row_end, head_begin, heads, acc, m, d_sum)
+        store_rows(
+            output, states, np.int64(item[STATE]), row_begin, row_end, head_begin, heads, total, total_m, total_sum
+        )
         next_task(counters, 1)

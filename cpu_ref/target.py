@@ -61,18 +61,17 @@ class TaskList:
         num_kv_heads, work = self.kv.num_kv_heads, plan.work_list.work
         tokens = work[:, ROW_END].astype(np.int64) - work[:, ROW_BEGIN]
         group = self.num_qo_heads // num_kv_heads
-        if plan.work_list.max_tokens * group <= FEW_ROWS:  # decode: a task an item
-            item, first, heads = np.arange(len(work)), 0, num_kv_heads
-            self.max_rows, self.max_heads = plan.work_list.max_tokens * group * num_kv_heads, num_kv_heads
-        else:
+        self.tasks = np.zeros((len(work), 3), np.int32)
+        self.tasks[:, 0], self.tasks[:, 2] = np.arange(len(work)), num_kv_heads
+        self.max_rows, self.max_heads = plan.work_list.max_tokens * group * num_kv_heads, num_kv_heads
+        if plan.work_list.max_tokens * group > FEW_ROWS:
             rows = tokens * group
             heads = np.where(rows <= FEW_ROWS, num_kv_heads, 1)
             self.max_rows, self.max_heads = int((rows * heads).max(initial=0)), int(heads.max(initial=1))
             per_item = num_kv_heads // heads
             item = np.repeat(np.arange(len(work)), per_item)
-            first, heads = np.arange(len(item)) - np.repeat(np.cumsum(per_item) - per_item, per_item), heads[item]
-        self.tasks = np.empty((len(item), 3), np.int32)
-        self.tasks[:, 0], self.tasks[:, 1], self.tasks[:, 2] = item, first, heads
+            first = np.arange(len(item)) - np.repeat(np.cumsum(per_item) - per_item, per_item)
+            self.tasks = np.column_stack([item, first, heads[item]]).astype(np.int32)
         keys = work[:, KEY_END].astype(np.int64) - work[:, KEY_BEGIN]
         dims = self.kv.head_dim_qk + self.kv.head_dim_vo
         self.numbers = int(keys.sum()) * num_kv_heads * dims

@@ -16,6 +16,7 @@ from nbattn.cpu_ref.lanes import Lanes, lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import I32, I64, itemsize
 from nbattn.scoring import LOWEST
 
+FOLD_KEYS = 2048  # keys after which the running sums are folded into totals: 32768 in one sum were 10 times over budget
 KEYS = 16  # keys of a block: 64 of them overflow L2 together with the prefetched next block
 LINE_BYTES = 64
 _BYTES = types.int64
@@ -118,11 +119,8 @@ def _value_tile(queries: int, select: bool = False):
                     ]
                     for i in range(queries)
                 ]
-                factor = [lanes.load_splat(lanes.add(alpha, i * lanes.bytes)) for i in range(queries)]
-                sums = [
-                    [lanes.variable(lanes.product(lanes.load(at), factor[i])) for at in place[i]]
-                    for i in range(queries)
-                ]
+                # a block is summed by itself: equal weights round alike, and long sequential sums would drift
+                sums = [[lanes.variable(lanes.splat(0.0)) for _ in place[i]] for i in range(queries)]
                 with lanes.loop(0, n, at_once) as (j, _):
                     for i in range(at_once):
                         entry = lanes.mul(lanes.add(j, i), 8)
@@ -139,8 +137,9 @@ def _value_tile(queries: int, select: bool = False):
                             new = lanes.multiply_add(weight, values[t], old)
                             builder.store(builder.select(dropped, old, new) if select else new, sums[i][t])
                 for i in range(queries):
+                    factor = lanes.load_splat(lanes.add(alpha, i * lanes.bytes))
                     for at, total in zip(place[i], sums[i], strict=True):
-                        lanes.store(lanes.read(total), at)
+                        lanes.store(lanes.fma(lanes.load(at), factor, lanes.read(total)), at)
 
             whole = builder.and_(dim, lanes.const(-width * lanes.count))
             with lanes.loop(0, whole, width * lanes.count) as (d, _):
@@ -188,7 +187,7 @@ def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
             largest = lanes.read(new)
             subtract = lanes.larger(largest, lanes.splat(float(LOWEST)))
             factor = lanes.exp2(builder.fsub(old, subtract))
-            total = lanes.variable(lanes.product(lanes.load(lanes.add(d_sum, place)), factor))
+            total = lanes.variable(lanes.splat(0.0))
             with lanes.loop(0, n, 1) as (j, _):
                 cell = lanes.add(column, lanes.mul(s_stride, j))
                 weight = lanes.exp2(builder.fsub(lanes.load(cell), subtract))
@@ -196,7 +195,8 @@ def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
                 builder.store(lanes.sum(lanes.read(total), weight), total)
             lanes.store(largest, lanes.add(m, place))
             lanes.store(factor, lanes.add(alpha, place))
-            lanes.store(lanes.read(total), lanes.add(d_sum, place))
+            at = lanes.add(d_sum, place)
+            lanes.store(lanes.fma(lanes.load(at), factor, lanes.read(total)), at)
         return context.get_dummy_value()
 
     return types.void(kind, *[_BYTES] * 7), codegen
