@@ -92,7 +92,7 @@ class PagedCall:
         self.bytes_read = tasks.numbers * kv.k.dtype.itemsize
         folded = options.k_scale if options.rope is None else None
         self.queries = _queries(problem, q, scale, folded)[1:]
-        self.output = _output(problem)[1:]
+        self.output: tuple[Any, ...] = _output(problem)[1:]
         self.head_dim_vo = kv.head_dim_vo
         self.levels = np.array([_level_row(level.kv) for level in problem.levels], np.int64)
 

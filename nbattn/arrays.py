@@ -67,7 +67,7 @@ def confirm_target(target: str | None, library: str) -> str:
     raise TargetError('target: "cpu" needs NumPy arrays, got CuPy arrays. Move them with cupy.asnumpy(x).')
 
 
-Form = tuple[type, tuple[np.dtype, tuple[int, ...], tuple[int, ...]]]
+Form = tuple[Any, tuple[np.dtype, tuple[int, ...], tuple[int, ...]]]  # the first is a type
 
 
 def form_of(x: Array) -> Form:
@@ -77,9 +77,9 @@ def form_of(x: Array) -> Form:
 
 def has_form(x: Any, form: Form | None) -> bool:
     """Return whether `x` is an array of a form, or None where the form is None."""
-    if x is None or form is None:
-        return x is form
-    return type(x) is form[0] and (x.dtype, x.shape, x.strides) == form[1]
+    if form is None:
+        return x is None
+    return type(x) is form[0] and bool((x.dtype, x.shape, x.strides) == form[1])
 
 
 _names: dict[np.dtype, str] = {}  # str(dtype) takes a microsecond, and a call asks a dozen times

@@ -232,7 +232,7 @@ def perform(
 def _checked_options(
     q: Array, levels: tuple[Level, ...], given: PlainOptions, arrays: ArrayOptions, library: str
 ) -> Options:
-    kv, batch = levels[-1].kv, len(levels[-1].qo_indptr) - 1
+    kv, batch = levels[-1].kv, levels[-1].kv.batch_size
     num_heads, dim_qk, dim_vo, rope = q.shape[1], kv.head_dim_qk, kv.head_dim_vo, given.rope
     if rope is not None and not isinstance(rope, Rope):
         raise ContractError(f"rope: must be a nbattn.Rope, got {type(rope).__name__}.")

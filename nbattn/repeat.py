@@ -70,7 +70,7 @@ class RememberedCall:
         """Return what the call returns if it is this one again, else None: nothing was done."""
         if not _equal(plain, self.plain) or type(levels) not in (list, tuple) or len(levels) != len(self.levels):
             return None
-        address, pages = self.launch.address, []
+        address, pages = self.launch.address, list[int]()
         for level, (table, forms, causal, offsets) in zip(levels, self.levels, strict=True):
             if type(level) is not Level or type(level.kv) is not PagedKV:
                 return None
