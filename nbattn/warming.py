@@ -63,11 +63,8 @@ def warmup(
     >>> nbattn.warmup("float32", families=("merge_state",)) >= 0
     True
     """
-    q_type = dtype_from_name(q_dtype)
-    kv_type = q_type if kv_dtype is None else dtype_from_name(kv_dtype)
-    for name, value, known in (("q_dtype", str(q_type), QUERY_DTYPES), ("kv_dtype", str(kv_type), CACHE_DTYPES)):
-        if value not in known:
-            raise ContractError(f"{name}: must be one of {', '.join(known)}, got {value}.")
+    q_type = _dtype("q_dtype", q_dtype, QUERY_DTYPES)
+    kv_type = q_type if kv_dtype is None else _dtype("kv_dtype", kv_dtype, CACHE_DTYPES)
     unknown = [name for name in families if name not in FAMILIES]
     if unknown:
         raise ContractError(f"families: must be among {', '.join(FAMILIES)}, got {unknown[0]!r}.")
@@ -90,6 +87,16 @@ def warmup(
     if place is not _keep:
         sys.modules["cupy"].cuda.get_current_stream().synchronize()
     return time.perf_counter() - start
+
+
+def _dtype(name: str, given: Any, known: tuple[str, ...]) -> np.dtype:
+    try:
+        dtype = dtype_from_name(given)
+    except ContractError:
+        dtype = None
+    if str(dtype) not in known:
+        raise ContractError(f"{name}: must be one of {', '.join(known)}, got {given!r}.")
+    return dtype
 
 
 def _keep(x: np.ndarray) -> np.ndarray:

@@ -1,0 +1,33 @@
+"""`warmup` compiles what the first call needs, and refuses what it does not know by name."""
+
+import pytest
+
+import nbattn
+from nbattn.cpu_ref import workers
+from nbattn.cpu_ref.gather_attention import gather_worker
+from nbattn.cpu_ref.merge_states import merge_worker
+from nbattn.cpu_ref.paged_attention import paged_worker
+
+
+def test_kernels_of_a_dtype_are_there_afterwards():
+    assert nbattn.warmup("float32") >= 0
+    ready = {entry[0] for entry in workers._entries}
+    assert {paged_worker, gather_worker, merge_worker} <= ready
+    before = len(workers._entries)
+    assert nbattn.warmup("float32") < 1  # nothing is left to compile
+    assert len(workers._entries) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"q_dtype": "bf16"}, "q_dtype: must be one of float16, bfloat16, float32, float64, got 'bf16'"),
+        ({"q_dtype": "int8"}, "q_dtype: must be one of"),
+        ({"kv_dtype": "int16"}, "kv_dtype: must be one of"),
+        ({"families": ("prefill",)}, "families: must be among"),
+        ({"target": "tpu"}, 'target: must be "cpu", "cuda" or "gpu"'),
+    ],
+)
+def test_what_is_unknown_is_refused_by_name(arguments, words):
+    with pytest.raises(nbattn.ContractError, match=words):
+        nbattn.warmup(**arguments)
