@@ -6,31 +6,15 @@ registers. LLVM splits them where the hardware is narrower: results never depend
 
 from __future__ import annotations
 
-import llvmlite.binding as llvm
 import llvmlite.ir as ir
-from numba.core import cgutils, config
+from numba.core import cgutils
 
+from nbattn.cpu_ref.cpu import BFLOAT16_DOT, REGISTER_BYTES
 from nbattn.cpu_ref.number_formats import DOUBLE, ELEMENT, FLOAT, I1, I16, I32, I64, widen
 from nbattn.cpu_ref.primitives import EXP2_FLOAT32, EXP2_FLOAT64
 
 ORDER_FREE = ("nsz", "contract", "arcp", "afn", "reassoc")  # never nnan or ninf: -inf and NaN carry meaning
 TO_L2 = 2  # llvm.prefetch locality; measured: 3 is no better than no prefetch
-
-
-def cpu_features() -> str:
-    """Return the features of the CPU that Numba compiles for."""
-    if config.CPU_NAME == "generic" or config.CPU_FEATURES is not None:
-        return config.CPU_FEATURES or ""
-    return llvm.get_host_cpu_features().flatten()
-
-
-def register_bytes() -> int:
-    """Return the vector register width of the CPU that Numba compiles for."""
-    return 64 if "+avx512f" in cpu_features() else 32
-
-
-REGISTER_BYTES = register_bytes()
-BFLOAT16_DOT = REGISTER_BYTES == 64 and "+avx512bf16" in cpu_features()  # two bfloat16 products a lane and instruction
 
 
 class _BFloat(ir.Type):

@@ -11,11 +11,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from nbattn.cpu_ref.cpu import HALF_CONVERSIONS
+
 I1, I8, I16, I32, I64 = (ir.IntType(width) for width in (1, 8, 16, 32, 64))
 HALF, FLOAT, DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
 ELEMENT = {  # element type of a cache in memory
-    "float16": HALF,
+    "float16": I16,
     "bfloat16": I16,
     "float32": FLOAT,
     "float64": DOUBLE,
@@ -28,7 +30,7 @@ DTYPE_CODE = {"float32": 0, "float16": 1, "bfloat16": 2, "float64": 3}  # run-ti
 
 def itemsize(kind: str) -> int:
     """Return the bytes of one element of a cache kind."""
-    return {I8: 1, HALF: 2, I16: 2, FLOAT: 4, DOUBLE: 8}[ELEMENT[kind]]
+    return {I8: 1, I16: 2, FLOAT: 4, DOUBLE: 8}[ELEMENT[kind]]
 
 
 def _like(scalar: ir.Type, shape: ir.Type) -> ir.Type:
@@ -40,27 +42,64 @@ def _constant(shape: ir.Type, value) -> ir.Constant:
     return ir.Constant(shape, [value] * shape.count) if isinstance(shape, ir.VectorType) else ir.Constant(shape, value)
 
 
+def _half_to_float(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """Return the float32 of float16 bits, exactly."""
+    i32, wide = _like(I32, bits.type), _like(FLOAT, bits.type)
+    if HALF_CONVERSIONS:
+        return builder.fpext(builder.bitcast(bits, _like(HALF, bits.type)), wide)
+    word = builder.zext(bits, i32)
+    magnitude = builder.shl(builder.and_(word, _constant(i32, 0x7FFF)), _constant(i32, 13))
+    value = builder.fmul(builder.bitcast(magnitude, wide), _constant(wide, 2.0**112))  # the exponents' biases differ
+    special = builder.icmp_unsigned(">=", builder.and_(word, _constant(i32, 0x7FFF)), _constant(i32, 0x7C00))
+    infinite = builder.or_(magnitude, _constant(i32, 0x7F800000))  # or NaN
+    sign = builder.shl(builder.and_(word, _constant(i32, 0x8000)), _constant(i32, 16))
+    chosen = builder.select(special, infinite, builder.bitcast(value, i32))
+    return builder.bitcast(builder.or_(chosen, sign), wide)
+
+
+def to_half(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Return the float16 bits of a float32, a scalar or a vector, rounded to nearest even."""
+    i16, i32, wide = (_like(t, value.type) for t in (I16, I32, FLOAT))
+    if HALF_CONVERSIONS:
+        return builder.bitcast(builder.fptrunc(value, _like(HALF, value.type)), i16)
+    bits = builder.bitcast(value, i32)
+    sign = builder.lshr(builder.and_(bits, _constant(i32, -0x80000000)), _constant(i32, 16))
+    size = builder.and_(bits, _constant(i32, 0x7FFFFFFF))
+    odd = builder.and_(builder.lshr(size, _constant(i32, 13)), _constant(i32, 1))
+    rebased = builder.add(builder.add(size, _constant(i32, 0xFFF - (112 << 23))), odd)
+    normal = builder.lshr(rebased, _constant(i32, 13))
+    shifted = builder.fadd(builder.bitcast(size, wide), _constant(wide, 0.5))  # adds a rounding at 2**-24
+    subnormal = builder.sub(builder.bitcast(shifted, i32), _constant(i32, 0x3F000000))
+    result = builder.select(builder.icmp_unsigned("<", size, _constant(i32, 0x38800000)), subnormal, normal)
+    result = builder.select(
+        builder.icmp_unsigned(">=", size, _constant(i32, 0x47800000)), _constant(i32, 0x7C00), result
+    )
+    is_nan = builder.icmp_unsigned(">", size, _constant(i32, 0x7F800000))
+    result = builder.select(is_nan, _constant(i32, 0x7E00), result)
+    return builder.trunc(builder.or_(result, sign), i16)
+
+
 def widen(builder: ir.IRBuilder, kind: str, x: ir.Value) -> ir.Value:
     """Return the float32 (float64 for float64) value of cache elements `x`, a scalar or a vector."""
     wide = _like(FLOAT, x.type)
     if kind in ("float32", "float64"):
         return x
     if kind == "float16":
-        return builder.fpext(x, wide)
+        return _half_to_float(builder, x)
     if kind == "int8":
         return builder.sitofp(builder.sext(x, _like(I32, x.type)), wide)
     if kind == "bfloat16":
         i32 = _like(I32, x.type)
         return builder.bitcast(builder.shl(builder.zext(x, i32), _constant(i32, 16)), wide)
-    i16, half = _like(I16, x.type), _like(HALF, x.type)
+    i16 = _like(I16, x.type)
     word = builder.zext(x, i16)
     if kind == "float8_e5m2":  # the upper half of a float16
-        return builder.fpext(builder.bitcast(builder.shl(word, _constant(i16, 8)), half), wide)
+        return _half_to_float(builder, builder.shl(word, _constant(i16, 8)))
     # e4m3fn: its exponent and mantissa as a float16 are 2**8 too small; 0x7f is its only NaN, it has no infinity
     sign = builder.shl(builder.and_(word, _constant(i16, 0x80)), _constant(i16, 8))
     magnitude = builder.and_(word, _constant(i16, 0x7F))
     bits = builder.or_(sign, builder.shl(magnitude, _constant(i16, 7)))
-    value = builder.fmul(builder.fpext(builder.bitcast(bits, half), wide), _constant(wide, 256.0))
+    value = builder.fmul(_half_to_float(builder, bits), _constant(wide, 256.0))
     is_nan = builder.icmp_unsigned("==", magnitude, _constant(i16, 0x7F))
     return builder.select(is_nan, _constant(wide, float("nan")), value)
 
@@ -87,7 +126,7 @@ def half_to_float(typingctx, bits):
     """float32 of float16 bits."""
 
     def codegen(context, builder, sig, args):
-        return builder.fpext(builder.bitcast(args[0], HALF), FLOAT)
+        return _half_to_float(builder, args[0])
 
     return types.float32(types.uint16), codegen
 
@@ -107,7 +146,7 @@ def float_to_half(typingctx, value):
     """float16 bits of a float32, rounded to nearest even."""
 
     def codegen(context, builder, sig, args):
-        return builder.bitcast(builder.fptrunc(args[0], HALF), I16)
+        return to_half(builder, args[0])
 
     return types.uint16(types.float32), codegen
 

@@ -7,7 +7,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from nbattn.cpu_ref.lanes import Lanes
-from nbattn.cpu_ref.number_formats import DTYPE_CODE, HALF, I16, I32, itemsize
+from nbattn.cpu_ref.number_formats import DTYPE_CODE, I16, I32, itemsize, to_half
 
 
 def _widen_row(kind: str):
@@ -33,7 +33,7 @@ def _narrow(lanes: Lanes, kind: str, value: ir.Value) -> ir.Value:
     if kind == "float32":
         return value
     if kind == "float16":
-        return b.fptrunc(value, ir.VectorType(HALF, lanes.count))
+        return to_half(b, value)
     words = ir.VectorType(I32, lanes.count)
 
     def word(x: int) -> ir.Constant:

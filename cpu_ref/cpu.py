@@ -1,0 +1,20 @@
+"""What the CPU that Numba compiles for can do. Only speed depends on it, never a result's meaning."""
+
+from __future__ import annotations
+
+import platform
+
+import llvmlite.binding as llvm
+from numba import config
+
+
+def features() -> str:
+    """Return the features of the CPU that Numba compiles for, in LLVM's notation; empty where another one is named."""
+    if config.CPU_NAME is not None or config.CPU_FEATURES is not None:
+        return config.CPU_FEATURES or ""
+    return llvm.get_host_cpu_features().flatten()
+
+
+REGISTER_BYTES = 64 if "+avx512f" in features() else 32  # LLVM splits vectors where registers are narrower
+BFLOAT16_DOT = REGISTER_BYTES == 64 and "+avx512bf16" in features()  # two bfloat16 products a lane and instruction
+HALF_CONVERSIONS = "+f16c" in features() or platform.machine() in ("arm64", "aarch64")  # else LLVM would call a library
