@@ -70,7 +70,8 @@ def read_table() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    head = f"# {'specialisation':62s} regs  shared blocks, sm_90a, {compiler.versions_of('nvidia-nvvm')['nvidia-nvvm']}\n"
+    version = compiler.versions_of("nvidia-nvvm")["nvidia-nvvm"]
+    head = f"# {'specialisation':62s} regs  shared blocks, sm_90a, {version}\n"
     rows = [compiled(family, constants) for family, constants in specialisations()]
     TABLE.write_text(head + "\n".join(row.line for row in rows) + "\n")
     print("spills:", [row.label for row in rows if row.spilled_bytes or row.stack_bytes] or "none")
