@@ -141,7 +141,8 @@ def _gate_values(device: Any, gate: Array | None) -> tuple:
     return device.address(gate), gate.strides[0], gate.strides[1], step, kind_of(gate.dtype)
 
 
-def _result_values(device: Any, states: tuple[int, int], out: Array, lse: Array | None, options: Any) -> tuple:
+def result_values(device: Any, states: tuple[int, int], out: Array, lse: Array | None, options: Any) -> tuple:
+    """Return the parameters of a result: see `_RESULT` of `parameters`; `states` are the addresses of partial ones."""
     sinks, v_scale, gate = options.sinks, options.v_scale, options.output_gate
     return (
         *states,
@@ -190,7 +191,7 @@ def paged_kernels(
     pointers = metadata.pointers
     rows = (pointers["position"], pointers["request"], pointers["index"])
     query, features = _query_values(device, q), _feature_values(device, options)
-    result = _result_values(device, (0, 0), out, lse, options)
+    result = result_values(device, (0, 0), out, lse, options)
     for segment in metadata.segments:
         kv = kvs[segment.level]
         family, constants, pairs, shared_bytes = paged_specialisation(device, q, kv.k, kv.v, options, segment.tile)
@@ -201,7 +202,7 @@ def paged_kernels(
     if metadata.num_merges:
         lists = tuple(pointers[name] for name in ("merge rows", "merge indptr", "merge slots"))
         layout = metadata.num_merges, 0, q.shape[1], kvs[0].k.shape[2]
-        yield 0, _merge_of_states(device, lists, (0, 0), layout, result, out)
+        yield 0, merge_kernel(device, lists, (0, 0), layout, result, out)
 
 
 def run_gather(
@@ -236,7 +237,7 @@ def run_gather(
         buffers = device.empty((num_parts, heads, head_dim), "float32"), device.empty((num_parts, heads), "float32")
         states = device.address(buffers[0]), device.address(buffers[1])
     family, constants, pairs, shared_bytes = gather_specialisation(device, q, kv, options)
-    result = _result_values(device, states, out, lse, options)
+    result = result_values(device, states, out, lse, options)
     values = (
         *(device.address(rows), device.address(token_indices), token_indices.strides[0], device.address(counts)),
         *(num_rows, width, parts.splits, parts.size, int(parts.heads_last)),
@@ -247,7 +248,7 @@ def run_gather(
     device.launch(family, constants, (num_parts * num_kv_heads, -(-group // pairs), 1), values, shared_bytes)
     if parts.splits > 1:
         layout = num_rows, parts.splits, heads, num_kv_heads
-        device.launch(*_merge_of_states(device, (0, 0, 0), states, layout, result, out))
+        device.launch(*merge_kernel(device, (0, 0, 0), states, layout, result, out), overlaps=True)
     return buffers
 
 
@@ -262,7 +263,7 @@ def gather_specialisation(
     return "gather_attention", {"cache": cache_dtype, "head_dim": size}, DECODE_ROWS, None
 
 
-def _merge_of_states(
+def merge_kernel(
     device: Any, lists: tuple[int, ...], states: tuple[int, int], layout: tuple[int, int, int, int], result: tuple,
     out: Array,
 ) -> KernelCall:  # fmt: skip
@@ -275,7 +276,7 @@ def _merge_of_states(
     states : (address of values, address of sums)
     layout : (merges, states of each without lists, num_qo_heads, num_kv_heads)
     result : tuple
-        `_result_values` of the call.
+        `result_values` of the call.
     """
     num_merges, num_states, heads, kv_heads = layout
     head_dim = out.shape[2]

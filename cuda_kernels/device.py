@@ -78,10 +78,10 @@ class Device:
 
     def launch(
         self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,
-        shared_bytes: int | None = None,
+        shared_bytes: int | None = None, overlaps: bool = False,
     ) -> None:  # fmt: skip
         """Run a kernel of `nbattn.cuda_kernels` on the current stream; `shared_bytes` below its largest is its own."""
-        launch.kernel(family, self.number, **constants)(grid, self.stream(), values, shared_bytes)
+        launch.kernel(family, self.number, **constants)(grid, self.stream(), values, shared_bytes, overlaps)
 
     def bind(
         self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,

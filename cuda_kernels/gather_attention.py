@@ -132,6 +132,7 @@ def make(cache: str, head_dim: int) -> Kernel:
         result = Result(num_qo_heads, head_dim_vo, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse,
                         lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
                         gate_kind)  # fmt: skip
+        ptx.let_next_start()  # the merge
         page_begin, kv_len = request_of_row(rows, row)
         list_begin = int32(place * split_size)
         part_end = int32(min(list_begin + split_size, width))

@@ -88,11 +88,13 @@ class LoadedKernel:
             check(result, f"cuFuncSetAttribute({self.shared_bytes} bytes of shared memory)")
         return int(function.value or 0)
 
-    def __call__(self, grid: Grid, stream: int, values: tuple, shared_bytes: int | None = None) -> None:
-        """Launch on `stream` with `values` in the order of `PARAMETERS`; an empty grid launches nothing."""
+    def __call__(
+        self, grid: Grid, stream: int, values: tuple, shared_bytes: int | None = None, overlaps: bool = False
+    ) -> None:
+        """Launch on `stream` with `values` in the order of `PARAMETERS`; an empty grid launches nothing; see `bind`."""
         with self._lock:
             self._own.pack(values)
-            BoundLaunch(self, grid, self._own, shared_bytes)(stream)
+            BoundLaunch(self, grid, self._own, shared_bytes, overlaps and self.can_overlap)(stream)
 
     def bind(
         self, grid: Grid, values: tuple, shared_bytes: int | None, cells: ctypes.Array, places: dict[str, int],

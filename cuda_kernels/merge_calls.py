@@ -25,24 +25,21 @@ def run_merge_pair(
     `mask`, one byte a row (bool or uint8), contiguous: a zero leaves the row of `out` and `lse` alone.
     """
     rows, heads, head_dim = v_a.shape
+    arrays = (v_a, s_a, v_b, s_b, out, lse)
     width = _width(device, [v_a, v_b, out], [s_a, s_b, lse])
-    if head_dim > width * PAIR_THREADS or not all(_in_steps(x, heads) for x in (v_a, v_b, out, s_a, s_b, lse)):
+    if head_dim > width * PAIR_THREADS or any(max(x.strides[:2]) >= 1 << 31 for x in arrays):
         width = 1
+    strides = [x.strides for x in arrays]
+    if mask is None and all(row == heads * head for row, head, *_ in strides):  # one head
+        rows, heads, strides = rows * heads, 1, [(head, 0, *last) for _, head, *last in strides]
     bits = lane_bits(head_dim, width) if width > 1 else 5
-    states = []
-    for v, s in ((v_a, s_a), (v_b, s_b), (out, lse)):
-        states += [device.address(v), *v.strides, device.address(s), *s.strides]
+    states = [x for array, steps in zip(arrays, strides, strict=True) for x in (device.address(array), *steps)]
     kinds = (kind_of(x.dtype) for x in (v_a, out, s_a, lse))
     units = (LOG2E, LN2) if lse_base == "e" else (1.0, 1.0)
     address = device.address(mask) if mask is not None else 0
     values = (*states, *kinds, rows, heads, head_dim, bits, *units, address)
     tasks = (PAIR_THREADS >> bits) * (PAIR_TASKS if width > 1 else 1)  # of a block
     device.launch("merge_pair", {"vector": width > 1}, (-(-rows * heads // tasks), 1, 1), values)
-
-
-def _in_steps(array: Array, heads: int) -> bool:
-    """Return whether (row, head) pairs lie at equal steps below 2 GiB."""
-    return array.strides[0] == heads * array.strides[1] and array.strides[1] < 1 << 31
 
 
 def run_merge_views(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
+from numba.extending import register_jitable
 
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.chunks import make_chunk
@@ -18,14 +19,24 @@ from nbattn.scoring import shift, state_weight
 THREADS = PAIR_THREADS
 
 
+@register_jitable
+def row_and_head(task, num_heads):
+    """Return the row and the head of a (row, head) pair; callers make them one where their steps allow it."""
+    row, head = task, int32(0)
+    if num_heads > int32(1):
+        row = idiv(task, num_heads)
+        head = int32(task - row * num_heads)
+    return row, head
+
+
 def make(vector: bool) -> Kernel:
     """Return the kernel.
 
     Parameters
     ----------
     vector : bool
-        Chunks of 16 bytes, see `make_chunk`, and (row, head) pairs at equal steps, the `*_head` parameters: a lane
-        takes four pairs, whose loads are under way together, and all of a row's chunks are taken at once.
+        Chunks of 16 bytes, see `make_chunk`: a lane takes a chunk of several rows, whose loads are under way together,
+        and all of a row's chunks are taken at once.
     """
     chunk = make_chunk(vector, 2)
     WIDTH, width, load, load_lse, at = chunk.WIDTH, chunk.width, chunk.load, chunk.load_lse, chunk.at
@@ -52,16 +63,12 @@ def make(vector: bool) -> Kernel:
             inside = dim < head_dim
             dim = int32(min(dim, head_dim - width(v_kind)))  # a lane without a chunk reads another's
             for i in range(TASKS):
-                task = int32(min(first_task + int32(i) * teams, num_tasks - int32(1)))
-                row, head = int32(0), task
-                if not vector:
-                    row = idiv(task, num_heads)
-                    head = int32(task - row * num_heads)
+                row, head = row_and_head(int32(min(first_task + int32(i) * teams, num_tasks - int32(1))), num_heads)
                 if first == int32(0):
-                    s[2 * i] = load_lse(at(s_a + int64(row) * s_a_row, head, s_a_head), s_kind)
-                    s[2 * i + 1] = load_lse(at(s_b + int64(row) * s_b_row, head, s_b_head), s_kind)
-                a = at(v_a + int64(row) * v_a_row + int64(dim) * v_a_dim, head, v_a_head)
-                b = at(v_b + int64(row) * v_b_row + int64(dim) * v_b_dim, head, v_b_head)
+                    s[2 * i] = load_lse(at(at(s_a, row, s_a_row), head, s_a_head), s_kind)
+                    s[2 * i + 1] = load_lse(at(at(s_b, row, s_b_row), head, s_b_head), s_kind)
+                a = at(at(v_a + int64(dim) * v_a_dim, row, v_a_row), head, v_a_head)
+                b = at(at(v_b + int64(dim) * v_b_dim, row, v_b_row), head, v_b_head)
                 load(words, 2 * i * WORDS, a, v_kind)
                 load(words, (2 * i + 1) * WORDS, b, v_kind)
             if first == int32(0):
@@ -79,10 +86,7 @@ def make(vector: bool) -> Kernel:
                     ptx.sync_warp()
             for i in range(TASKS):
                 task = int32(first_task + int32(i) * teams)
-                row, head = int32(0), task
-                if not vector:
-                    row = idiv(task, num_heads)
-                    head = int32(task - row * num_heads)
+                row, head = row_and_head(task, num_heads)
                 for n in range(TASK_WORDS):
                     some[n] = words[i * TASK_WORDS + n]
                 weight[0], weight[1] = s[2 * i], s[2 * i + 1]
@@ -92,16 +96,16 @@ def make(vector: bool) -> Kernel:
                 add(value, some, weight, v_kind)
                 wanted = inside and task < num_tasks
                 if wanted and mask != int64(0):
-                    wanted = ptx.load_u8(mask + int64(idiv(task, num_heads))) != uint32(0)
+                    wanted = ptx.load_u8(mask + int64(row)) != uint32(0)
                 if wanted:
-                    place = at(out + int64(row) * out_row + int64(dim) * out_dim, head, out_head)
+                    place = at(at(out + int64(dim) * out_dim, row, out_row), head, out_head)
                     store(place, out_kind, value, v_kind)
                 if wanted and dim == int32(0) and lse != int64(0):
-                    store_lse(at(lse + int64(row) * lse_row, head, lse_head), lse_kind, m[i])
+                    store_lse(at(at(lse, row, lse_row), head, lse_head), lse_kind, m[i])
                 unroll_fully()
             if vector:
                 break
             first = int32(first + lanes * width(v_kind))
             keep_rolled()
 
-    return Kernel(merge_pair, THREADS, 7 if vector else 8)
+    return Kernel(merge_pair, THREADS, 12 if vector else 8)

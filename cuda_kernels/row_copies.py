@@ -12,7 +12,7 @@ from nbattn.indexing import mapped_page
 
 
 def make_row_copies(k_row: int, v_row: int) -> SimpleNamespace:
-    """Return how a warp copies 16 rows of K (`k_row` bytes) and V (`v_row`), multiples of 128, to a tile of `make_tile`.
+    """Return how a warp copies 16 rows of K (`k_row` bytes) and V (`v_row`), multiples of 128, to a tile.
 
     Eight lanes share a row, four rows a turn: a lane's chunks lie 128 bytes apart on both sides, so that all but the
     rows' addresses are constants.

@@ -10,10 +10,10 @@ from nbattn.errors import TargetError
 DECODE_ROWS, PREFILL_ROWS = 16, 128  # (query row, head) pairs of one block
 PLAIN_WARPS, PLAIN_BLOCKS = 4, 4  # of a block, of a multiprocessor
 MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS = 256, 8, 8  # see merge_states
-PAIR_THREADS, PAIR_TASKS = 128, 4  # see merge_pair
+PAIR_THREADS, PAIR_TASKS = 128, 2  # see merge_pair
 CHUNK_BYTES = 16  # that a lane of a merge takes at a time, where rows are packed and aligned
-BUSY_THREADS = 1024  # of a multiprocessor, from which on rows of unknown length are merged by one group of lanes
-VERY_BUSY_THREADS = 4096  # likewise rows of many states
+BUSY_THREADS = 1024  # of a multiprocessor, from which on planned rows are merged by one group of lanes each
+STATES_BUSY_THREADS = 768  # likewise rows of a known number of states
 LARGEST_HEAD = 8192  # of the plain path: q and four accumulators fill a multiprocessor's shared memory
 
 
@@ -82,7 +82,7 @@ def merge_team(
         States of every row, if known.
     """
     bits = min(5, lane_bits(head_dim, width))
-    busy = BUSY_THREADS if num_states is None else VERY_BUSY_THREADS
+    busy = BUSY_THREADS if num_states is None else STATES_BUSY_THREADS
     few = num_states is not None and num_states <= MERGE_BATCH
     groups = 1 if few or rows << bits >= multiprocessors * busy else MERGE_STREAMS
     group_bits = groups.bit_length() - 1

@@ -77,7 +77,7 @@ class LentDevice:
 
     def launch(
         self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,
-        shared_bytes: int | None = None,
+        shared_bytes: int | None = None, overlaps: bool = False,
     ) -> None:  # fmt: skip
         self.launched.append((family, constants))
         names = [name for name, _ in PARAMETERS[family]]

@@ -58,19 +58,31 @@ def test_merge_states_matches_the_oracle(dtype, dim, states, lent):
         testing.assert_close(result, testing.expect(oracle.merge_states, v, s, lse_base=base))
 
 
-@pytest.mark.parametrize("dim", [13, 264])  # the second: more than a warp's chunks
-def test_merged_bits_do_not_depend_on_how_the_work_is_shared(dim, lent, monkeypatch):
+@pytest.mark.parametrize("dim", [13, 260])  # the second: more than a warp's chunks
+def test_bits_of_a_planned_merge_do_not_depend_on_how_the_work_is_shared(dim, lent, monkeypatch):
     rng = np.random.default_rng(6)
-    v, s = numbers(rng, (2, 75, 1, dim), "bfloat16"), (4 * rng.standard_normal((2, 75, 1))).astype(np.float32)
-    shared = nbattn.merge_states(v, s)
-    monkeypatch.setattr(shapes, "VERY_BUSY_THREADS", 0)
-    alone = nbattn.merge_states(v, s)
-    np.testing.assert_array_equal(alone[0].view(np.uint16), shared[0].view(np.uint16))
-    np.testing.assert_array_equal(alone[1], shared[1])
-    testing.assert_close(alone, testing.expect(oracle.merge_states, v, s))
+    v, s = numbers(rng, (80, 1, dim), "float32"), (4 * rng.standard_normal((80, 1))).astype(np.float32)
+    indptr, slots = np.array([0, 70, 75, 75, 75], np.int32), rng.permutation(80)[:75].astype(np.int32)
+    lists = tuple(lent.address(x) for x in (np.array([2, 0, 1, -1], np.int32), indptr, slots))
+    results = []
+    for busy in (shapes.BUSY_THREADS, 0):
+        monkeypatch.setattr(shapes, "BUSY_THREADS", busy)
+        out, lse = np.full((3, 1, dim), 9, np.float32), np.full((3, 1), 9, np.float32)
+        options = calls.AttentionOptions(scale=1.0)
+        result = calls.result_values(lent, (0, 0), out, lse, options)
+        states = lent.address(v), lent.address(s)
+        lent.launch(*calls.merge_kernel(lent, lists, states, (4, 0, 1, 1), result, out))
+        results.append((out, lse))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for row, chosen in zip((2, 0, 1), np.split(slots, indptr[1:3]), strict=True):
+        expected = testing.expect(oracle.merge_states, v[chosen][None], s[chosen][None])
+        testing.assert_close(tuple(x[row][None] for x in results[0]), expected)
 
 
-@pytest.mark.parametrize(("lse_dtype", "dim"), [(np.float32, 24), (np.float32, 264), (np.float32, 20), (np.float64, 24)])
+@pytest.mark.parametrize(
+    ("lse_dtype", "dim"), [(np.float32, 24), (np.float32, 264), (np.float32, 20), (np.float64, 24)]
+)
 def test_merge_of_two_and_in_place(lse_dtype, dim, lent):
     rng = np.random.default_rng(2)
     v_a, v_b = numbers(rng, (5, 3, dim), "bfloat16"), numbers(rng, (5, 3, dim), "bfloat16")
