@@ -58,24 +58,25 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, sc
     `KEYS` places where a prefetch costs nothing.
     """
     lanes, size = _tile_constants(kind)
-    for head in range(heads):
-        ahead = coming + head * KEYS * 8
-        done = 0
-        while done < rows:
-            row = head * rows + done
-            q_here = q + row * q_stride
-            left = rows - done
-            if left > 1:  # fewer than four rows: the others are the next head's, written again later, or padding
-                for j in range(0, KEYS, lanes // 4):
-                    score_tile_4(kind, q_here, q_stride, key_rows + 8 * j, head * k_head_stride, dim,
-                                 scale, s + j * s_stride + row * size, s_stride, ahead + 8 * j)  # fmt: skip
-                done += 4
-            else:
-                for j in range(0, KEYS, lanes):
-                    score_tile_1(kind, q_here, q_stride, key_rows + 8 * j, head * k_head_stride, dim,
-                                 scale, s + j * s_stride + row * size, s_stride, ahead + 8 * j)  # fmt: skip
-                done += 1
-            ahead = idle
+    step = lanes // 4  # keys of a tile of four rows
+    at_once = step if rows > 1 else lanes
+    for j in range(0, KEYS, step):  # all heads of a few tokens lie together in memory
+        for head in range(heads):
+            ahead = coming + (j * heads + head * at_once) * 8
+            keys, k_head, column = key_rows + 8 * j, head * k_head_stride, s + j * s_stride
+            done = 0
+            while done < rows:
+                row = head * rows + done
+                if rows - done > 1:  # fewer than four: the others are the next head's, written again later, or padding
+                    score_tile_4(kind, q + row * q_stride, q_stride, keys, k_head, dim, scale, column + row * size,
+                                 s_stride, ahead)  # fmt: skip
+                    done += 4
+                else:
+                    if j % lanes == 0:
+                        score_tile_1(kind, q + row * q_stride, q_stride, keys, k_head, dim, scale, column + row * size,
+                                     s_stride, ahead)  # fmt: skip
+                    done += 1
+                ahead = idle
 
 
 @inlined
