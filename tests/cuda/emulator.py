@@ -10,294 +10,21 @@ Integers are Python integers that casts and instructions wrap to their width; fl
 
 from __future__ import annotations
 
-import ctypes
 import types
 from collections.abc import Callable
 from typing import Any
 
+import instructions
 import numpy as np
-from greenlet import getcurrent, greenlet
+from greenlet import greenlet
+from instructions import STAND_INS, Block, Thread, wrap
 from numba import cuda as numba_cuda
 from numba.core.types import Type as NumbaType
 
 from nbattn.cuda_kernels.compile import load_kernel
 from nbattn.cuda_kernels.parameters import PARAMETERS
 
-WARP = 32
-LANES = np.arange(WARP)
-GROUP, QUAD = LANES // 4, LANES % 4  # r and c of a lane
 LENT_MODULES = ("nbattn.cuda_kernels", "nbattn.indexing", "nbattn.scoring")
-
-
-class Block:
-    """One block: its shared memory, its waiting threads and the global memory it may touch."""
-
-    def __init__(self, index: tuple[int, int, int], threads: int, shared_bytes: int, lent: list[tuple[int, int]]):
-        self.index, self.threads, self.lent = index, threads, lent
-        self.shared = np.full(max(shared_bytes, 16), 0xFF, np.uint8)
-        self.waiting: dict[Any, dict[int, tuple[str, Any]]] = {}
-        self.answers: dict[int, Any] = {}
-        self.ready = list(range(threads))
-        self.hub = getcurrent()
-
-
-class Thread:
-    """One thread: its place in the block and its copies under way."""
-
-    def __init__(self, number: int, block: Block):
-        self.number, self.block = number, block
-        self.warp, self.lane = divmod(number, WARP)
-        self.started: list[tuple[int, int, int]] = []
-        self.groups: list[list[tuple[int, int, int]]] = []
-
-
-_current: Thread
-
-
-def together(scope: str, name: str, value: Any, combine: Callable[[list], list] | None = None) -> Any:
-    """Wait for every lane of the warp (or thread of the block), then hand each its part of ``combine(values)``."""
-    thread = _current
-    block = thread.block
-    first, count = (thread.warp * WARP, WARP) if scope == "warp" else (0, block.threads)
-    key = (scope, first)
-    arrived = block.waiting.setdefault(key, {})
-    arrived[thread.number] = (name, value)
-    if len(arrived) == count:
-        names = {reached for reached, _ in arrived.values()}
-        assert len(names) == 1, f"divergent collectives in {key}: {names}"
-        values = [arrived[first + i][1] for i in range(count)]
-        answers = combine(values) if combine else [None] * count
-        del block.waiting[key]
-        for i in range(count):
-            block.answers[first + i] = answers[i]
-            block.ready.append(first + i)
-    block.hub.switch()
-    return block.answers.pop(thread.number)
-
-
-def wrap(value: Any, bits: int, signed: bool) -> int:
-    """Return the integer as a register of that width holds it."""
-    value = int(value) & ((1 << bits) - 1)
-    return value - (1 << bits) if signed and value >> (bits - 1) else value
-
-
-def shared(address: int, count: int) -> np.ndarray:
-    """Return `count` bytes of the block's shared memory."""
-    memory = _current.block.shared
-    assert 0 <= address <= memory.size - count, f"shared memory has {memory.size} bytes, got {address}"
-    assert address % count == 0, f"misaligned shared access of {count} bytes at {address}"
-    return memory[address : address + count]
-
-
-def memory(address: int, count: int) -> np.ndarray:
-    """Return `count` bytes of global memory, which must belong to a lent array."""
-    address = int(address)
-    inside = any(begin <= address and address + count <= end for begin, end in _current.block.lent)
-    assert inside, f"global access of {count} bytes outside every array"
-    assert address % count == 0, f"misaligned global access of {count} bytes"
-    return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address))
-
-
-def _float(bits: Any) -> np.float32:
-    return np.uint32(wrap(bits, 32, False)).view(np.float32)
-
-
-def _bits(value: Any) -> int:
-    return int(np.float32(value).view(np.uint32))
-
-
-def _bf16(value: Any) -> int:
-    if np.isnan(value):
-        return 0x7FFF
-    bits = _bits(value)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-
-
-def _f16(value: Any) -> int:
-    return int(np.float32(value).astype(np.float16).view(np.uint16))
-
-
-def _halves(word: int) -> tuple[np.float32, np.float32]:
-    pair = np.array([word & 0xFFFF, word >> 16 & 0xFFFF], np.uint16).view(np.float16).astype(np.float32)
-    return pair[0], pair[1]
-
-
-def _eight_bit_pair(dtype: Any) -> Callable:
-    def widen(word):
-        pair = np.array([word & 0xFF, word >> 8 & 0xFF], np.uint8).view(dtype).astype(np.float16).view(np.uint16)
-        return int(pair[0]) | int(pair[1]) << 16
-
-    return widen
-
-
-def _multiply(number_of: Callable) -> Callable:
-    """Return ``mma.m16n8k16``: every lane's fragments gathered, multiplied in float32, and spread again."""
-
-    def combine(lanes):
-        words = np.array([[wrap(x, 32, False) for x in lane[:6]] for lane in lanes], np.uint32)
-        given = np.array([lane[6:] for lane in lanes], np.float32)
-        low, high = number_of(words & 0xFFFF), number_of(words >> 16)
-        a, b, c = np.zeros((16, 16), np.float32), np.zeros((16, 8), np.float32), np.zeros((16, 8), np.float32)
-        for i in range(4):
-            row, column = GROUP + 8 * (i % 2), 2 * QUAD + 8 * (i // 2)
-            a[row, column], a[row, column + 1] = low[:, i], high[:, i]
-            c[GROUP + 8 * (i // 2), 2 * QUAD + i % 2] = given[:, i]
-        for i in range(2):
-            b[2 * QUAD + 8 * i, GROUP], b[2 * QUAD + 8 * i + 1, GROUP] = low[:, 4 + i], high[:, 4 + i]
-        d = c + a @ b
-        spread = np.stack([d[GROUP + 8 * (i // 2), 2 * QUAD + i % 2] for i in range(4)], 1)
-        return [tuple(row) for row in spread]
-
-    return lambda *fragments: together("warp", "multiply", fragments, combine)
-
-
-def _load_matrices(transposed: bool) -> Callable:
-    def combine(addresses):
-        rows = [shared(wrap(address, 32, True), 16).view(np.uint16) for address in addresses]
-        matrices = np.stack(rows).reshape(4, 8, 8)
-        if transposed:
-            matrices = matrices.transpose(0, 2, 1)
-        low = matrices[:, GROUP, 2 * QUAD].astype(np.int64)
-        high = matrices[:, GROUP, 2 * QUAD + 1].astype(np.int64)
-        words = low | high << 16
-        return [tuple(int(x) for x in words[:, lane]) for lane in range(WARP)]
-
-    return lambda address: together("warp", "load_matrices", address, combine)
-
-
-def _exchange(value: Any, mask: int) -> Any:
-    return together("warp", "exchange", (value, mask), lambda all_: [all_[i ^ all_[i][1]][0] for i in range(WARP)])
-
-
-def _from_lane(value: Any, lane: int) -> Any:
-    return together("warp", "from_lane", (value, lane), lambda all_: [all_[all_[i][1] % WARP][0] for i in range(WARP)])
-
-
-def _ballot(value: Any) -> int:
-    def combine(values):
-        return [sum(1 << i for i in range(WARP) if wrap(values[i], 32, True) != 0)] * WARP
-
-    return together("warp", "ballot", value, combine)
-
-
-def _copy_async(target: int, source: int, count: int) -> None:
-    assert count in (0, 16)
-    _current.started.append((wrap(target, 32, True), int(source), count))
-
-
-def _commit() -> None:
-    _current.groups.append(_current.started)
-    _current.started = []
-
-
-def _wait(newest: int) -> Callable:
-    def wait():
-        while len(_current.groups) > newest:
-            for target, source, count in _current.groups.pop(0):
-                shared(target, 16)[:] = memory(source, 16) if count else 0
-
-    return wait
-
-
-def _permute(low: int, high: int, select: int) -> int:
-    pool = (low & 0xFFFFFFFF) | (high & 0xFFFFFFFF) << 32
-    return sum((pool >> 8 * ((select >> 4 * i) & 7) & 0xFF) << 8 * i for i in range(4))
-
-
-def _reader(access: Callable, dtype: Any, count: int = 1) -> Callable:
-    convert = dtype if dtype in (np.float32, np.float64) else int
-
-    def load(address):
-        got = access(wrap(address, 64, True), np.dtype(dtype).itemsize * count).view(dtype)
-        return tuple(convert(x) for x in got) if count > 1 else convert(got[0])
-
-    return load
-
-
-def _writer(access: Callable, dtype: Any) -> Callable:
-    bits = 8 * np.dtype(dtype).itemsize
-
-    def store(address, *values):
-        kept = values if dtype in (np.float32, np.float64) else [wrap(x, bits, False) for x in values]
-        access(wrap(address, 64, True), len(values) * bits // 8).view(dtype)[:] = kept
-
-    return store
-
-
-def _stand_ins() -> dict[str, Callable]:
-    from ml_dtypes import float8_e4m3fn, float8_e5m2
-
-    one = np.float32(1)
-    found: dict[str, Callable] = {
-        "exp2_approx": lambda x: np.exp2(np.float32(x)),
-        "log2_approx": lambda x: np.log2(np.float32(x)),
-        "divide": lambda x, y: np.float32(x) / np.float32(y),
-        "rsqrt": lambda x: one / np.sqrt(np.float32(x)),
-        "maximum": lambda x, y: np.fmax(np.float32(x), np.float32(y)),
-        "reciprocal": lambda x: one / np.float32(x),
-        "minimum": lambda x, y: np.fmin(np.float32(x), np.float32(y)),
-        "offset": lambda base, index, step: base + wrap(index, 32, True) * wrap(step, 32, True),
-        "divide_u32": lambda x, y: wrap(x, 32, False) // wrap(y, 32, False),
-        "permute_bytes": _permute,
-        "float_bits": _bits,
-        "bits_float": _float,
-        "pack_bf16": lambda low, high: _bf16(low) | _bf16(high) << 16,
-        "pack_f16": lambda low, high: _f16(low) | _f16(high) << 16,
-        "unpack_f16": _halves,
-        "e4m3_pair": _eight_bit_pair(float8_e4m3fn),
-        "e5m2_pair": _eight_bit_pair(float8_e5m2),
-        "int8_pair": _eight_bit_pair(np.int8),
-        "multiply_bf16": _multiply(lambda bits: (bits << 16).astype(np.uint32).view(np.float32)),
-        "multiply_f16": _multiply(lambda bits: bits.astype(np.uint16).view(np.float16).astype(np.float32)),
-        "load_matrices": _load_matrices(False),
-        "load_matrices_transposed": _load_matrices(True),
-        "exchange_f32": _exchange,
-        "exchange_i32": _exchange,
-        "from_lane_i32": _from_lane,
-        "from_lane_f32": _from_lane,
-        "from_lane_i64": _from_lane,
-        "ballot": _ballot,
-        "sync_warp": lambda: together("warp", "sync_warp", None),
-        "sync_block": lambda: together("block", "sync_block", None),
-        "copy_async": _copy_async,
-        "commit_copies": _commit,
-        "shared_address": lambda array: 0,
-        "let_next_start": lambda: None,
-        "wait_for_earlier": lambda: None,
-        "keep_rolled": lambda: None,
-        "unroll_fully": lambda: None,
-        "load_4u32": _reader(memory, np.uint32, 4),
-        "load_2u32": _reader(memory, np.uint32, 2),
-        "load_2f32": _reader(memory, np.float32, 2),
-        "shared_load_4u32": _reader(shared, np.uint32, 4),
-        "store_2u32": _writer(memory, np.uint32),
-        "store_2f32": _writer(memory, np.float32),
-        "store_4u32": _writer(memory, np.uint32),
-        "shared_store_2f32": _writer(shared, np.float32),
-        "shared_store_2u32": _writer(shared, np.uint32),
-        "shared_store_4f32": _writer(shared, np.float32),
-    }
-    load_f64, store_f64 = _reader(memory, np.float64), _writer(memory, np.float64)
-    found["load_f64"] = found["read_f64"] = lambda address: np.float32(load_f64(address))
-    found["store_f64"] = lambda address, value: store_f64(address, np.float64(value))
-    four, number = _reader(memory, np.uint32, 4), _reader(memory, np.float32)
-    found["read_4u32"] = four
-    found["read_4u32_if"] = lambda address, wanted: four(address) if wanted else (0, 0, 0, 0)
-    found["read_f32_if"] = lambda address, wanted, otherwise: number(address) if wanted else np.float32(otherwise)
-    word = _reader(memory, np.uint32)
-    found["load_u32_if"] = lambda address, wanted: word(address) if wanted else 0
-    for n in range(4):
-        found[f"wait_copies_{n}"] = _wait(n)
-    dtypes = {"i32": np.int32, "i64": np.int64, "u32": np.uint32, "u16": np.uint16, "u8": np.uint8, "f32": np.float32}
-    for name, dtype in dtypes.items():
-        found[f"load_{name}"] = found[f"read_{name}"] = _reader(memory, dtype)
-        found[f"store_{name}"] = _writer(memory, dtype)
-        found[f"shared_load_{name}"] = _reader(shared, dtype)
-        found[f"shared_store_{name}"] = _writer(shared, dtype)
-    return found
-
-
-STAND_INS = _stand_ins()
 _INTEGERS = {"int32": (32, True), "uint32": (32, False), "int64": (64, True), "uint64": (64, False)}
 
 
@@ -336,11 +63,11 @@ class _Cuda:
 
     @property
     def threadIdx(self) -> _Index:
-        return _Index(_current.number)
+        return _Index(instructions.current.number)
 
     @property
     def blockIdx(self) -> _Index:
-        return _Index(*_current.block.index)
+        return _Index(*instructions.current.block.index)
 
 
 def _stand_in(value: Any, done: dict) -> Any:
@@ -397,7 +124,6 @@ def emulate(
     shared_bytes : int, optional
         Dynamic shared memory, where the launch gives less than the kernel's largest.
     """
-    global _current
     kernel = load_kernel(family, constants)
     function = _rebuilt(kernel.function, {})
     ordered = [np.float32(values[n]) if kind == "f32" else int(values[n]) for n, kind in PARAMETERS[family]]
@@ -414,7 +140,7 @@ def emulate(
         begun, finished = set(), 0
         while block.ready:
             number = block.ready.pop(0)
-            _current = threads[number]
+            instructions.current = threads[number]
             if number in begun:
                 runs[number].switch()
             else:
