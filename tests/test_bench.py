@@ -58,7 +58,6 @@ def test_report_ends_with_the_table_of_ratios(run):
 
 
 def test_picture_is_drawn(run, tmp_path):
-    pytest.importorskip("matplotlib")
     import plot_roofline
 
     _, path, _ = run

@@ -182,11 +182,9 @@ def test_a_nan_in_a_kept_key_stays_visible(path):
     assert np.isnan(lse).all()
 
 
-@range_paths
+@pytest.mark.parametrize("path", [path for name, path in RANGE_PATHS.items() if name != "merged"])  # it cuts the mask
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_surplus_rows_and_columns_of_a_mask_are_not_read(path, dtype):
-    if path is RANGE_PATHS["merged"]:
-        pytest.skip("cuts the mask to size")
     mask = np.full((1, 1, 5, 9), np.nan, dtype)
     mask[..., :2, :6] = 0
     options = {"attn_mask": mask[:, :, :2, :6], "causal": False}

@@ -9,8 +9,6 @@ from nbattn import oracle, testing
 from nbattn.arrays import dtype_from_name
 from nbattn.testing import CascadeCase, GatherCase, MergeCase, PagedCase, run_case
 
-pytest.importorskip("nbattn.engine")  # the cases build nbattn.Level and nbattn.Rope
-
 
 def as_a_path(case, **changes):
     """Return the oracle behind the case's own signature and dtypes, with some options changed on the way."""
