@@ -107,10 +107,3 @@ def dtype_from_name(name: Any, argument: str = "dtype") -> np.dtype:
 def accumulator_dtype(query_dtype: str) -> np.dtype:
     """Return the dtype in which scores, weights and states are kept: float64 for float64, else float32."""
     return np.dtype(np.float64 if query_dtype == "float64" else np.float32)
-
-
-def as_bits(x: np.ndarray) -> np.ndarray:
-    """View a 16- or 8-bit float array as unsigned integers of the same width; other dtypes pass through."""
-    if x.dtype.kind in "fiub" and x.dtype != np.float16:
-        return x
-    return x.view({2: np.uint16, 1: np.uint8}[x.dtype.itemsize])
