@@ -31,6 +31,7 @@ from nbattn.problem import Level
 
 OUT_DTYPES = ("float16", "bfloat16", "float32")
 LSE_BASES = ("2", "e")
+MOST_POSITION = 2**30  # kernels add lengths to positions in int32
 
 
 def check_query(q: Array, kv: PagedKV) -> str:
@@ -207,7 +208,7 @@ def _most_keys(levels: tuple[Level, ...]) -> int:
 def check_row_ints(
     name: str, values: Array | None, length: int, library: str, *, at_least: int | None = None
 ) -> np.ndarray | None:
-    """Return one host int64 per request or row, or None."""
+    """Return one host int64 position per request or row, or None; beyond `MOST_POSITION` int32 sums would wrap."""
     if values is None:
         return None
     ints = host_int64(name, values, library)
@@ -216,6 +217,9 @@ def check_row_ints(
     low = np.flatnonzero(ints < at_least) if at_least is not None else ()
     if len(low):
         raise ContractError(f"{name}[{low[0]}]: must be at least {at_least}, got {ints[low[0]]}.")
+    far = np.flatnonzero(np.abs(ints) > MOST_POSITION)
+    if len(far):
+        raise ContractError(f"{name}[{far[0]}]: must be a position within {MOST_POSITION}, got {ints[far[0]]}.")
     return ints
 
 

@@ -1,0 +1,36 @@
+"""Positions that int32 sums cannot hold are refused by name; the largest that are accepted give the right values."""
+
+import numpy as np
+import pytest
+
+import nbattn
+from nbattn import oracle, testing
+
+
+@pytest.fixture
+def problem():
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 2, 8, 1, 4)).astype(np.float32)
+    kv = nbattn.PagedKV.from_slots(k, v, np.array([8, 3], np.int32))
+    return rng.standard_normal((2, 2, 4)).astype(np.float32), kv
+
+
+@pytest.mark.parametrize("name", ["q_positions", "kv_start"])
+@pytest.mark.parametrize("far", [2**30 + 1, 2**31 - 3, 2**40])
+def test_far_positions_are_refused(problem, name, far):
+    q, kv = problem
+    out = np.full((2, 2, 4), 7, np.float32)
+    with pytest.raises(nbattn.ContractError, match=rf"{name}\[1\]: must be a position within 1073741824, got {far}"):
+        nbattn.paged_attention(q, kv, out=out, **{name: np.array([0, far])})
+    with pytest.raises(nbattn.ContractError, match=rf"{name}\[1\]"):
+        nbattn.plan(kv, num_qo_heads=2, **{name: np.array([0, far])})
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"window_left": 2}, {"chunk_size": 5}])
+@pytest.mark.parametrize("name", ["q_positions", "kv_start"])
+def test_the_farthest_positions_are_right(problem, name, options):
+    q, kv = problem
+    options = {**options, name: np.array([3, 2**30])}
+    expected = testing.expect(oracle.paged_attention, q, kv, **options)
+    testing.assert_close(nbattn.paged_attention(q, kv, return_lse=True, **options), expected)
