@@ -7,6 +7,7 @@ partial states that are merged once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ GATHER_COLUMNS = 6
 
 KEY_ALIGNMENT = 16  # a range trimmed by a window starts at a whole block of keys, so values do not depend on the tile
 SMALLEST_SPLIT = 64  # keys; below it a state costs more than it saves
-SPLITS_PER_WORKER = 4  # work items a worker should find when the split size is automatic
+SHARES_PER_THREAD = 4  # that a CPU thread should find when the split size is automatic
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,10 @@ def build_work(
     window_left: int = -1,
     chunk_size: int = 0,
     split_size: int | None = None,
-    tile_tokens: int = 1,
-    workers: int = 1,
+    tile_tokens: Sequence[int],
+    shares: int = 1,
+    few_tokens: int = 0,
+    many_shares: int = 0,
     trim: bool = True,
 ) -> WorkList:
     """Cut every level's rows into tiles and their keys into splits.
@@ -153,20 +156,24 @@ def build_work(
     window_left, chunk_size : int
         The positional rules; keys that no row of a tile sees are not visited.
     split_size : int, optional
-        Keys of one split, counted from the level's first key; None balances the work over `workers`.
-    tile_tokens : int
-        Most query rows of one item.
-    workers : int
-        How many tasks run at once.
+        Keys of one split, counted from the level's first key; None cuts so that items are much alike.
+    tile_tokens : sequence of int
+        Most query rows of one item, for each level.
+    shares : int
+        How many items of equal cost the work would make; an item of more than one share is cut. An item costs its keys
+        times its rows.
+    few_tokens, many_shares : int
+        If not 0, items of up to `few_tokens` rows belong to one kernel and larger ones to another, whose work is to
+        make `many_shares`. Each takes a tile of rows as fast as one row: an item costs its keys.
     trim : bool
         False where row positions are unknown on the host: all keys are visited.
     """
-    runs = [_runs_of_level(i, level, places, tile_tokens) for i, level in enumerate(levels)]
+    runs = [_runs_of_level(i, level, places, tile_tokens[i]) for i, level in enumerate(levels)]
     items = runs[0] if len(runs) == 1 else np.concatenate(runs, axis=1)
     if trim:
         _trim(items, places.row_position, window_left, chunk_size)
     items = _only(items, items[KEY_END] > items[KEY_BEGIN])
-    items = _split(items, split_size, workers)
+    items = _split(items, split_size, shares, few_tokens, many_shares)
     tokens = items[ROW_END] - items[ROW_BEGIN]
     merges = _assign_states(items, places.covered)
     cost = (items[KEY_END] - items[KEY_BEGIN]) * tokens
@@ -182,8 +189,10 @@ def most_work(
     *,
     window_left: int = -1,
     split_size: int | None = None,
-    tile_tokens: int = 1,
-    workers: int = 1,
+    tile_tokens: Sequence[int],
+    shares: int = 1,
+    few_tokens: int = 0,
+    many_shares: int = 0,
 ) -> dict[str, int]:
     """Return upper bounds of `WorkList.sizes` over all lengths up to `longest` with the levels' offsets.
 
@@ -192,15 +201,15 @@ def most_work(
     """
     cuts = np.unique(np.concatenate([level.qo_indptr for level in levels]))
     items = states = 0
-    for level in levels:
+    for level, most_tokens in zip(levels, tile_tokens, strict=True):
         rows = np.diff(cuts[(cuts >= level.qo_indptr[0]) & (cuts <= level.qo_indptr[-1])])
-        tiles = int((-(-rows // tile_tokens)).sum())
-        tokens = min(tile_tokens, int(rows.max(initial=0)))  # of the largest tile
+        tiles = int((-(-rows // most_tokens)).sum())
+        tokens = min(most_tokens, int(rows.max(initial=0)))  # of the largest tile
         span = longest
         if level.causal and window_left >= 0:
             span = min(longest, window_left + tokens + KEY_ALIGNMENT)
         if split_size is None:
-            more = min(workers * SPLITS_PER_WORKER, tiles * max(0, longest // SMALLEST_SPLIT - 1))
+            more = min(shares + many_shares, tiles * max(0, longest // SMALLEST_SPLIT - 1))
         else:
             more = tiles * ((span - 1) // split_size + 1 if span else 0)
         items += tiles + more
@@ -284,16 +293,23 @@ def _visible_keys(
     return first, np.maximum(first, end)
 
 
-def _split(items: np.ndarray, split_size: int | None, workers: int) -> np.ndarray:
+def _split(
+    items: np.ndarray, split_size: int | None, shares: int, few_tokens: int = 0, many_shares: int = 0
+) -> np.ndarray:
     """Cut the items' key ranges at multiples of the split size."""
     begins, ends = items[KEY_BEGIN], items[KEY_END]
     if split_size is None:
-        lengths = ends - begins
-        cost = lengths * (items[ROW_END] - items[ROW_BEGIN])
-        target = int(cost.sum()) / max(1, workers * SPLITS_PER_WORKER)
-        if cost.max(initial=0) / max(target, 1.0) - 0.25 <= 1:  # a little more than one share stays whole
+        lengths, tokens = ends - begins, items[ROW_END] - items[ROW_BEGIN]
+        if few_tokens:
+            few = tokens <= few_tokens
+            share = np.where(few, lengths[few].sum() / shares, lengths[~few].sum() / max(1, many_shares))
+            cost_in_shares = lengths / np.maximum(share, 1.0)
+        else:
+            cost = lengths * tokens
+            cost_in_shares = cost / max(int(cost.sum()) / max(1, shares), 1.0)
+        if cost_in_shares.max(initial=0) - 0.25 <= 1:  # a little more than one share stays whole
             return items
-        pieces = np.ceil(cost / max(target, 1.0) - 0.25).astype(np.int64)
+        pieces = np.ceil(cost_in_shares - 0.25).astype(np.int64)
         pieces = np.minimum(pieces, lengths // SMALLEST_SPLIT)
         if pieces.max() <= 1:
             return items
@@ -364,7 +380,7 @@ def build_gather_work(
     items = np.zeros((WORK_COLUMNS, last - first), np.int64)
     items[ROW_BEGIN], items[ROW_END], items[KEY_END] = rows, rows + 1, counts[first:last]
     items[PAGE_BEGIN], items[KV_LEN] = page_begin[request], kv_lens[request]
-    items = _split(_only(items, items[KEY_END] > 0), split_size, workers)
+    items = _split(_only(items, items[KEY_END] > 0), split_size, workers * SHARES_PER_THREAD)
     covered = np.zeros(total_rows, bool)
     covered[first:last] = True
     merges = _assign_states(items, covered)
