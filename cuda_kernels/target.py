@@ -43,6 +43,15 @@ def current_device() -> Device:
     return found
 
 
+def lane() -> tuple[int, Any]:
+    """Return what plans that the library makes by itself are made for: the device and its current stream.
+
+    Their buffers are filled in the order of that stream; what is captured there fills them at a replay only.
+    """
+    device = current_device()
+    return device.number, object() if device.capturing() else device.stream()
+
+
 def tiling(levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None) -> Tiling:
     """Return how work is cut for this target: a wave of resident blocks, one block a work item and KV head.
 
@@ -113,6 +122,7 @@ def _integers(plan: Plan, levels: tuple[Level, ...]) -> dict[str, Any]:
         "merge_indptr": work_list.merge_indptr,
         "merge_slots": work_list.merge_slots,
         "num_states": work_list.num_states,
+        "max_tokens": work_list.max_tokens,
         "tables": [level.kv.kv_indices for level in levels],
     }
 

@@ -173,8 +173,16 @@ class Plan:
         if num_rows < self.num_rows:
             raise ContractError(f"q: must have at least the plan's {self.num_rows} rows, got {num_rows}.")
         for i, (level, planned) in enumerate(zip(levels, self.lengths, strict=True)):
-            same = level.kv.kv_lens is planned.kv_lens or np.array_equal(level.kv.kv_lens, planned.kv_lens)
-            if not (same and np.array_equal(level.qo_indptr, planned.qo_indptr)):
+            if not _same_lengths(level, planned):
                 raise ContractError(
                     f"plan: must be made for this call's lengths and offsets, level {i} differs. Call plan.update(...)."
                 )
+
+    def is_for(self, levels: tuple[Any, ...]) -> bool:
+        """Return whether the plan was made for these lengths and offsets."""
+        return len(levels) == len(self.lengths) and all(map(_same_lengths, levels, self.lengths))
+
+
+def _same_lengths(level: Any, planned: LevelLengths) -> bool:
+    same = level.kv.kv_lens is planned.kv_lens or np.array_equal(level.kv.kv_lens, planned.kv_lens)
+    return same and np.array_equal(level.qo_indptr, planned.qo_indptr)

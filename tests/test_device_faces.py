@@ -58,6 +58,9 @@ class Target(SimpleNamespace):
     def tiling(self, levels, num_qo_heads, split_size):
         return Tiling((1,) * len(levels), 1)
 
+    def lane(self):
+        return 0
+
     def run_paged(self, problem, plan):
         self.problem, self.plan = problem, plan
 
