@@ -1,8 +1,9 @@
-"""Check the CUDA target on a GPU: cases, random draws, large offsets, graphs, streams, repeats and the sanitizer.
+"""Check the CUDA target on a GPU: cases, tests, random draws, offsets, graphs, streams, repeats and the sanitizer.
 
 Usage: python scripts/gpu_check.py [--random N] [--seed S] [--repeats N] [--parts a,b] [--json FILE]
 
-Every part compares with the float64 oracle within the shared error budget. Exits 1 if anything fails.
+Every part compares with the float64 oracle within the shared error budget; `small_inputs` and `append` run the
+project's own tests with their arrays on the GPU, and need pytest. Exits 1 if anything fails.
 """
 
 from __future__ import annotations
@@ -10,24 +11,30 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 import nbattn
 from nbattn import oracle, testing
 
 Outcome = dict[str, Any]
+TEST_PROCESSES = 8  # of tests on the device at once: most of their time is compilation
+ROW_TEST = re.compile(r"^def test_[a-z]\d+_", re.MULTILINE)
 
 
 def on_device(cupy: Any, dtype: Any, *shape: int, seed: int = 0) -> tuple[np.ndarray, Any]:
@@ -64,6 +71,82 @@ def _outcome(case: Any, family: str) -> Outcome:
         return {"name": name, "passed": refused, "share": 0.0, "detail": "" if refused else str(error)}
     detail = "" if result.passed else str(result)
     return {"name": name, "passed": result.passed, "share": result.budget_share, "detail": detail}
+
+
+def tests_on_device(files: list[Path], pattern: str) -> tuple[dict[str, Counter], list[Outcome]]:
+    """Run the tests whose names match, one process a file: return counts by test function, and failures."""
+    program = ROOT / "scripts" / "on_device.py"
+
+    def run(file: Path) -> Outcome:
+        with tempfile.TemporaryDirectory() as folder:
+            record = Path(folder) / "tests.json"
+            command = [sys.executable, str(program), str(file), "--pattern", pattern, "--json", str(record)]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+            if record.exists():
+                return json.loads(record.read_text())
+            text = (done.stdout + done.stderr)[-3000:]
+            return {"counts": {}, "failures": [{"name": f"{file.name}: the process ended", "detail": text}]}
+
+    with ThreadPoolExecutor(TEST_PROCESSES) as pool:
+        results = list(pool.map(run, files))
+    counts: dict[str, Counter] = {}
+    for result in results:
+        for name, part in result["counts"].items():
+            counts[name] = counts.get(name, Counter()) + Counter(part)
+    return counts, [{"passed": False, "share": 0.0, **x} for result in results for x in result["failures"]]
+
+
+def small_inputs(_: argparse.Namespace) -> Iterator[Outcome]:
+    """Run the tests of every row of the list of small inputs; at least one of each row must run on the device."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from test_cases_registry import ROWS
+
+    files = [x for x in sorted((ROOT / "tests").rglob("test_*.py")) if ROW_TEST.search(x.read_text())]
+    counts, failures = tests_on_device([x for x in files if "oracle" not in x.name], r"test_[a-z]\d+_")
+    yield from failures
+    of_row: dict[str, Counter] = {f"{letter}{i + 1}": Counter() for letter, n in ROWS.items() for i in range(n)}
+    for name, part in counts.items():
+        for row in re.findall(r"_([a-z]\d+)(?=_)", re.match(r"test(_[a-z]\d+)+_", name)[0]):
+            of_row[row.upper()] += part
+    for row, part in of_row.items():
+        detail = ", ".join(f"{n} {what}" for what, n in sorted(part.items())) or "no test"
+        passed = part["passed"] > 0 and not part["failed"]
+        yield {"name": f"row {row}", "passed": passed, "share": 0.0, "detail": f"{row}: {detail}"}
+
+
+def append(_: argparse.Namespace) -> Iterator[Outcome]:
+    """Run the tests of `append_paged_kv_cache`: every dtype, layout and stride against a plain loop, byte by byte."""
+    unordered = "the_later_of_two"  # tokens with one place: on a GPU either may stay
+    counts, failures = tests_on_device([ROOT / "tests" / "test_append.py"], f"test_(?!{unordered})")
+    yield from failures
+    for name, part in counts.items():
+        detail = f"{name}: " + ", ".join(f"{n} {what}" for what, n in sorted(part.items()))
+        yield {"name": name, "passed": not part["failed"], "share": 0.0, "detail": detail}
+    ran = counts.get("test_append_equals_a_plain_loop", Counter())["passed"]
+    yield {"name": "append on the device", "passed": ran > 0, "share": 0.0, "detail": f"{ran} random layouts"}
+
+
+def readme(_: argparse.Namespace) -> Iterator[Outcome]:
+    """Run the pages that have CuPy examples, prints compared with their comments, and compare README's result."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import test_docs
+
+    for name, page in test_docs.PAGES.items():
+        text = page.read_text()
+        if not any("import cupy" in code for _, code in test_docs.blocks(text)):
+            continue
+        namespace: dict[str, Any] = {"__name__": name}
+        for first_line, code in test_docs.blocks(text):
+            for line, printed, promised in test_docs.run(code, namespace, name, first_line):
+                detail = f"printed {printed!r}, promised {promised!r}"
+                passed = printed == promised
+                yield {"name": f"{name}:{line}", "passed": passed, "share": 0.0, "detail": "" if passed else detail}
+        if name == "README.md":
+            q, kv = namespace["q"], namespace["kv"]
+            expected = testing.expect(oracle.paged_attention, q, kv)
+            result = testing.compare(namespace["out_gpu"], expected.out, expected.out_budget, "out_gpu")
+            yield {"name": "README.md: out_gpu", "passed": result.passed, "share": result.share,
+                   "detail": "" if result.passed else str(result)}  # fmt: skip
 
 
 def large_offsets(_: argparse.Namespace) -> Iterator[Outcome]:
@@ -254,6 +337,9 @@ def few_cases(_: argparse.Namespace) -> Iterator[Outcome]:
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Outcome]]] = {
     "table": table_cases,
+    "small_inputs": small_inputs,
+    "append": append,
+    "readme": readme,
     "random": random_cases,
     "offsets": large_offsets,
     "graphs": graphs,
@@ -262,7 +348,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Outcome]]] = {
     "sanitizer": sanitizer,
     "few": few_cases,
 }
-DEFAULT_PARTS = "table,offsets,graphs,streams,repeats,random,sanitizer"
+DEFAULT_PARTS = "table,small_inputs,append,readme,offsets,graphs,streams,repeats,random,sanitizer"
 
 
 def environment() -> Outcome:

@@ -1,0 +1,283 @@
+"""Run tests that are written with NumPy arrays on a GPU: a pytest plugin, and a command that runs files with it.
+
+Usage: python scripts/on_device.py [--pattern REGEX] [--json FILE] TEST_FILE...
+
+Every call of nbattn gets its arrays on the device, and whatever the call leaves there, results and memory that it was
+given, comes back to the host before the test goes on. What a GPU refuses by design, float64, is counted apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import inspect
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import nbattn
+from nbattn.errors import TargetError
+from nbattn.kv_cache import PagedKV
+from nbattn.paged import attend
+from nbattn.planning import Plan
+from nbattn.testing.memory import byte_offset, owner_of
+
+FUNCTIONS = [
+    *(nbattn.append_paged_kv_cache, nbattn.attention_over_cache, nbattn.cascade_attention),
+    *(nbattn.gather_attention, nbattn.generic_cross_attention_kv_cache, nbattn.gqa_decode, nbattn.merge_state),
+    *(nbattn.merge_state_in_place, nbattn.merge_states, nbattn.paged_attention, nbattn.plan),
+    *(nbattn.qsa_sparse_attention, attend),
+]
+WRAPPERS = [
+    nbattn.MultiLevelCascadeAttentionWrapper,
+    nbattn.BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    nbattn.BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+]
+METHODS = ("plan", "begin_forward", "run", "forward")
+CONSTRUCTORS = ("from_page_table", "from_block_table", "from_slots", "from_blocks")
+FAR = 2**30  # bytes of an owner of which only the view is copied: a pool that exists in addresses only
+
+
+class Gpu:
+    """Memory on the GPU, as `Transfer` uses it."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self.cupy = cupy
+
+    def holds(self, x: Any) -> bool:
+        """Return whether `x` is an array there."""
+        return isinstance(x, self.cupy.ndarray)
+
+    def bytes(self, size: int) -> Any:
+        """Return new memory of that many bytes."""
+        return self.cupy.zeros(size, np.uint8)
+
+    def view(self, memory: Any, offset: int, like: np.ndarray) -> Any:
+        """Return an array in that memory with the shape, dtype and strides of another."""
+        return self.cupy.ndarray(like.shape, like.dtype, memory.data + offset, like.strides)
+
+    def write(self, target: Any, host: np.ndarray) -> None:
+        """Copy a host array over one there."""
+        target[...] = self.cupy.asarray(host.view(np.uint8)).view(host.dtype)
+
+    def read(self, x: Any) -> np.ndarray:
+        """Return a copy on the host."""
+        return x.get()
+
+
+class Transfer:
+    """The arrays of one call: views of one array on the host are views of one array on the device."""
+
+    def __init__(self, device: Any, tables: WeakKeyDictionary) -> None:
+        self.device, self.tables = device, tables
+        self.memory: dict[int, tuple[np.ndarray, Any]] = {}
+        self.far: list[tuple[np.ndarray, Any]] = []
+        self.moved: list[tuple[np.ndarray, Any]] = []
+
+    def to_device(self, x: Any) -> Any:
+        """Return `x` with every array in it on the device; 64-bit indices may not stand there and stay."""
+        if isinstance(x, np.ndarray):
+            return x if x.dtype == np.int64 else self._array(x)
+        if isinstance(x, PagedKV):
+            table = self.tables.get(x.table) or replace(x.table, kv_indices=self._array(x.table.kv_indices))
+            return PagedKV(self._array(x.k), self._array(x.v), table, x.kv_layout)
+        if isinstance(x, (list, tuple)):
+            return type(x)(self.to_device(item) for item in x)
+        if is_dataclass(x) and not isinstance(x, type):
+            parts = {f.name: getattr(x, f.name) for f in fields(x) if f.init}
+            changed = {name: self.to_device(part) for name, part in parts.items()}
+            return replace(x, **changed) if any(changed[name] is not parts[name] for name in parts) else x
+        return x
+
+    def _array(self, x: np.ndarray) -> Any:
+        for host, array in self.moved:
+            if host is x:
+                return array
+        owner = owner_of(x)
+        if owner.nbytes >= FAR:
+            array = self.device.view(self.device.bytes(owner.nbytes), byte_offset(x, owner), x)
+            self.device.write(array, np.ascontiguousarray(x))
+            self.far.append((x, array))
+        else:
+            if id(owner) not in self.memory:
+                memory = self.device.bytes(max(1, owner.nbytes))
+                self.device.write(memory[: owner.nbytes], owner.ravel(order="K").view(np.uint8))
+                self.memory[id(owner)] = owner, memory
+            array = self.device.view(self.memory[id(owner)][1], byte_offset(x, owner), x)
+        self.moved.append((x, array))
+        return array
+
+    def give_back(self) -> None:
+        """Copy the device's memory over the host's: it shows whatever the call wrote, and wherever."""
+        for owner, memory in self.memory.values():
+            bytes_of = owner.ravel(order="K").view(np.uint8)
+            after = self.device.read(memory[: owner.nbytes])
+            if not np.array_equal(bytes_of, after):
+                bytes_of[...] = after  # a view: what is written has one contiguous owner
+        for host, array in self.far:
+            after = self.device.read(array)
+            if not np.array_equal(np.ascontiguousarray(host).view(np.uint8), after.view(np.uint8)):
+                host[...] = after
+
+    def to_host(self, x: Any) -> Any:
+        """Return a result with every array in it on the host; one that was given is itself."""
+        if isinstance(x, tuple):
+            return tuple(self.to_host(item) for item in x)
+        if not self.device.holds(x):
+            return x
+        for host, array in self.moved:
+            if array is x:
+                return host
+        return self.device.read(x)
+
+
+class OnDevice:
+    """The plugin: selects tests by name, moves their calls to a device, and counts what came of them.
+
+    Parameters
+    ----------
+    device : `Gpu` or a stand-in
+    pattern : regular expression that a test's function must match
+    """
+
+    def __init__(self, device: Any, pattern: str) -> None:
+        self.device, self.pattern = device, re.compile(pattern)
+        self.calls = 0  # of the running test, that a device has answered
+        self.inside = False  # the library: what it calls itself has its arrays where they belong
+        self.counts: dict[str, Counter] = {}
+        self.failures: list[dict[str, str]] = []
+        self.tables: WeakKeyDictionary = WeakKeyDictionary()
+
+    @contextlib.contextmanager
+    def library(self) -> Iterator[None]:
+        """Mark what runs in here as the library's own."""
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+
+    def moved(self, function: Callable[..., Any], is_method: bool = False) -> Callable[..., Any]:
+        """Return the function with its arrays on the device."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                return function(*args, **kwargs)
+            transfer, own = Transfer(self.device, self.tables), args[: int(is_method)]
+            moved = [transfer.to_device(x) for x in args[len(own) :]]
+            named = {name: transfer.to_device(x) for name, x in kwargs.items()}
+            try:
+                with self.library():
+                    result = function(*own, *moved, **named)
+            finally:
+                transfer.give_back()
+            self.calls += 1
+            return transfer.to_host(result)
+
+        return call
+
+    def built(self, name: str) -> Any:
+        """Return a constructor of `PagedKV` that makes the table on the device as well."""
+        original = getattr(PagedKV, name)
+
+        @functools.wraps(original)
+        def build(cls: type, *args: Any, **kwargs: Any) -> PagedKV:
+            kv = original(*args, **kwargs)
+            if self.inside:
+                return kv
+            transfer = Transfer(self.device, self.tables)
+            named = {key: transfer.to_device(x) for key, x in kwargs.items()}
+            with self.library():
+                table = original(*(transfer.to_device(x) for x in args), **named).table
+            for part in ("kv_indptr", "kv_lens", "page_size", "num_pages"):
+                np.testing.assert_array_equal(getattr(kv.table, part), getattr(table, part))
+            self.tables[kv.table] = table
+            return kv
+
+        return classmethod(build)
+
+    @pytest.hookimpl
+    def pytest_collection_modifyitems(self, items: list) -> None:
+        """Keep the tests that the pattern selects."""
+        items[:] = [item for item in items if self.pattern.match(getattr(item, "originalname", "") or "")]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: Any) -> Iterator[None]:
+        """Run a test with the functions replaced, where it and the paths of `nbattn.testing` look them up."""
+        self.calls = 0
+        replaced = {function: self.moved(function) for function in FUNCTIONS}
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (nbattn, item.module):
+                for name, value in list(vars(module).items()):
+                    if inspect.isfunction(value) and value in replaced:
+                        patch.setattr(module, name, replaced[value])
+            for name in CONSTRUCTORS:
+                patch.setattr(PagedKV, name, self.built(name))
+            for owner, names in [(Plan, ["update"]), *((wrapper, METHODS) for wrapper in WRAPPERS)]:
+                for name in set(names) & set(dir(owner)):
+                    patch.setattr(owner, name, self.moved(getattr(owner, name), is_method=True))
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
+        """Count a test under its function's name."""
+        report = yield
+        error = call.excinfo.value if call.excinfo else None
+        if report.when != "call" and report.passed:
+            return report
+        name = item.originalname
+        counts = self.counts.setdefault(name, Counter())
+        if isinstance(error, TargetError) and "float64" in str(error):
+            report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"refused: {error}")
+            counts["refused"] += 1
+        elif report.failed:
+            counts["failed"] += 1
+            self.failures.append({"name": item.nodeid, "detail": str(report.longrepr)[-2000:]})
+        elif report.skipped:
+            counts["skipped"] += 1
+        else:
+            counts["passed" if self.calls else "passed without a call"] += 1
+        return report
+
+
+def run_tests(files: list[str], pattern: str, device: Any) -> OnDevice:
+    """Run the tests of files whose names match on a device."""
+    plugin = OnDevice(device, pattern)
+    options = ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-W", "default", f"--rootdir={ROOT}"]
+    code = pytest.main([*options, *files], plugins=[plugin])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+        plugin.failures.append({"name": " ".join(files), "detail": f"pytest ended with {code!r}"})
+    return plugin
+
+
+def main() -> int:
+    """Run files and print what came of their tests."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", metavar="TEST_FILE")
+    parser.add_argument("--pattern", default="test_", help="regular expression for the tests' function names")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts")
+    options = parser.parse_args()
+    plugin = run_tests(options.files, options.pattern, Gpu())
+    if options.json:
+        options.json.write_text(json.dumps({"counts": plugin.counts, "failures": plugin.failures}) + "\n")
+    return 1 if plugin.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
