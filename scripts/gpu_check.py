@@ -26,14 +26,20 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import nbattn
 from nbattn import oracle, testing
 
+ROOT = Path(__file__).resolve().parent.parent
 Outcome = dict[str, Any]
 TEST_PROCESSES = 8  # of tests on the device at once: most of their time is compilation
+CASCADE_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True, "window_left": 5},
+    {"causal": True, "pos_encoding_mode": "ALIBI", "logits_soft_cap": 3.0},
+    {"causal": True, "pos_encoding_mode": "ROPE_LLAMA"},
+]
 ROW_TEST = re.compile(r"^def test_[a-z]\d+_", re.MULTILINE)
 
 
@@ -116,8 +122,8 @@ def small_inputs(_: argparse.Namespace) -> Iterator[Outcome]:
 
 def append(_: argparse.Namespace) -> Iterator[Outcome]:
     """Run the tests of `append_paged_kv_cache`: every dtype, layout and stride against a plain loop, byte by byte."""
-    unordered = "the_later_of_two"  # tokens with one place: on a GPU either may stay
-    counts, failures = tests_on_device([ROOT / "tests" / "test_append.py"], f"test_(?!{unordered})")
+    elsewhere = "the_later_of_two|a_read_only"  # on a GPU either token may stay, and no array is read-only
+    counts, failures = tests_on_device([ROOT / "tests" / "test_append.py"], f"test_(?!{elsewhere})")
     yield from failures
     for name, part in counts.items():
         detail = f"{name}: " + ", ".join(f"{n} {what}" for what, n in sorted(part.items()))
@@ -226,6 +232,47 @@ def graphs(_: argparse.Namespace) -> Iterator[Outcome]:
             stream.synchronize()
             yield _compare(f"graph replay {name}", (out, lse), testing.expect(oracle.paged_attention, q, define))
     yield from _gather_graph()
+    for options in CASCADE_OPTIONS:
+        yield from _cascade_graph(options)
+
+
+def _cascade_graph(options: dict[str, Any]) -> Iterator[Outcome]:
+    """Capture a cascade wrapper's run, plan it for other tables, replay."""
+    import cupy
+
+    sys.path.insert(0, str(ROOT / "tests" / "cascade"))
+    from level_setup import Setup
+
+    rows = (0, 2, 3, 7)
+    steps = [((13,), (9, 1, 4)), ((9,), (4, 8, 17)), ((40,), (90, 0, 33))]
+    built = [
+        Setup((((0, 7), shared), (rows, own)), dtype="float16", seed=seed).build()
+        for seed, (shared, own) in enumerate(steps)
+    ]
+    room = [[cupy.zeros(64, np.int32) for _ in range(2)] for _ in range(4)]
+    wrapper = nbattn.MultiLevelCascadeAttentionWrapper(2, None, "NHD", True, *room)
+    sizes = {"num_qo_heads": 6, "num_kv_heads": 2, "head_dim": 16, "page_size": 4}
+    pages = cupy.zeros((max(len(cache) for _, cache, _ in built), *built[0][1].shape[1:]), np.float16)
+    q_device = cupy.zeros(built[0][0].shape, np.float16)
+    out, lse = cupy.empty_like(q_device), cupy.empty(q_device.shape[:2], np.float32)
+    stream, graph = cupy.cuda.Stream(non_blocking=True), None
+    for step, (q, cache, lists) in enumerate(built):
+        wrapper.plan(*lists, **sizes, **options)
+        pages[: len(cache)].set(cache)
+        q_device.set(q)
+        out.fill(np.nan)
+        cupy.cuda.get_current_stream().synchronize()
+        if graph is None:
+            wrapper.run(q_device, pages, out=out, lse=lse)
+            cupy.cuda.get_current_stream().synchronize()
+            with stream:
+                stream.begin_capture()
+                wrapper.run(q_device, pages, out=out, lse=lse)
+                graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+        expected = testing.expect(oracle.multi_level_cascade, q, cache, *lists, **options)
+        yield _compare(f"cascade wrapper {options}, replay {step}", (out, lse), expected)
 
 
 def _gather_graph() -> Iterator[Outcome]:
@@ -333,6 +380,42 @@ def few_cases(_: argparse.Namespace) -> Iterator[Outcome]:
         chosen = [case for case in cases if case.q_dtype != "float64"][:: max(1, len(cases) // 4)]
         for case in chosen:
             yield _outcome(case, family)
+    yield from _few_strided()
+
+
+def _few_strided() -> Iterator[Outcome]:
+    """Gather, prefill, merge and append on views whose rows start at odd addresses, with NaN in every gap."""
+    rng = np.random.default_rng(11)
+
+    def normal(*shape: int, dtype: Any = np.float16) -> np.ndarray:
+        return testing.spread(rng.standard_normal(shape).astype(np.float32).astype(dtype), rng)
+
+    k, v = normal(9, 16, 2, 64), normal(9, 16, 2, 64)
+    table, lens, offsets = rng.permutation(9)[:8].reshape(2, 4).astype(np.int32), np.array([61, 30]), [0, 40, 53]
+    host = nbattn.PagedKV.from_block_table(k, v, table, lens)
+    device = nbattn.PagedKV.from_block_table(testing.to_cupy(k), testing.to_cupy(v), testing.to_cupy(table), lens)
+    q, rows = normal(53, 8, 64), np.array(offsets, np.int32)
+    lists, counts = rng.integers(-1, 64, (53, 21)).astype(np.int32), rng.integers(0, 22, 53).astype(np.int32)
+    actual = nbattn.paged_attention(testing.to_cupy(q), device, rows, return_lse=True)
+    yield _compare("prefill, odd strides", actual, testing.expect(oracle.paged_attention, q, host, rows))
+    moved = [testing.to_cupy(x) for x in (q, lists, counts)]
+    actual = nbattn.gather_attention(moved[0], device, *moved[1:], rows, return_lse=True)
+    yield _compare("gather, odd strides", actual, testing.expect(oracle.gather_attention, q, host, lists, counts, rows))
+    states = [normal(5, 3, 72), normal(5, 3, dtype=np.float32), normal(5, 3, 72), normal(5, 3, dtype=np.float32)]
+    actual = nbattn.merge_state(*(testing.to_cupy(x) for x in states))
+    yield _compare("merge_state, odd strides", actual, testing.expect(oracle.merge_state, *states))
+    key, value = normal(3, 2, 64), normal(3, 2, 64)
+    places = np.array([0, 1, 0], np.int32), np.array([60, 29, 3], np.int32)
+    pages = table[[0, 0, 1, 1], [0, 3, 0, 1]]  # request 0 owns two pages here, request 1 the others
+    arrays = pages, np.array([0, 2, 4], np.int32), np.array([16, 16], np.int32)
+    places[1][:] = 17, 29, 3
+    moved_cache = testing.to_cupy(k), testing.to_cupy(v)
+    nbattn.append_paged_kv_cache(
+        *(testing.to_cupy(x) for x in (key, value, *places)), moved_cache, *(testing.to_cupy(x) for x in arrays)
+    )
+    nbattn.append_paged_kv_cache(key, value, *places, (k, v), *arrays)
+    same = all(np.array_equal(x.get(), y) for x, y in zip(moved_cache, (k, v), strict=True))
+    yield {"name": "append, odd strides", "passed": same, "share": 0.0, "detail": "" if same else "bytes differ"}
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Outcome]]] = {

@@ -25,8 +25,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import nbattn
 from nbattn.errors import TargetError
@@ -35,6 +34,7 @@ from nbattn.paged import attend
 from nbattn.planning import Plan
 from nbattn.testing.memory import byte_offset, owner_of
 
+ROOT = Path(__file__).resolve().parent.parent
 FUNCTIONS = [
     *(nbattn.append_paged_kv_cache, nbattn.attention_over_cache, nbattn.cascade_attention),
     *(nbattn.gather_attention, nbattn.generic_cross_attention_kv_cache, nbattn.gqa_decode, nbattn.merge_state),
@@ -48,7 +48,8 @@ WRAPPERS = [
 ]
 METHODS = ("plan", "begin_forward", "run", "forward")
 CONSTRUCTORS = ("from_page_table", "from_block_table", "from_slots", "from_blocks")
-FAR = 2**30  # bytes of an owner of which only the view is copied: a pool that exists in addresses only
+FAR = 2**30  # bytes of an owner that is a pool in addresses only: the parts that are not zero are copied
+CHUNK = 2**26
 
 
 class Gpu:
@@ -80,13 +81,17 @@ class Gpu:
         return x.get()
 
 
+def bytes_of(owner: np.ndarray) -> np.ndarray:
+    """Return the memory of an array that is nobody's view, as it lies; a view that may be written."""
+    return owner.ravel(order="K").view(np.uint8)
+
+
 class Transfer:
     """The arrays of one call: views of one array on the host are views of one array on the device."""
 
-    def __init__(self, device: Any, tables: WeakKeyDictionary) -> None:
-        self.device, self.tables = device, tables
+    def __init__(self, device: Any, tables: WeakKeyDictionary, fills_pools: bool = True) -> None:
+        self.device, self.tables, self.fills_pools = device, tables, fills_pools
         self.memory: dict[int, tuple[np.ndarray, Any]] = {}
-        self.far: list[tuple[np.ndarray, Any]] = []
         self.moved: list[tuple[np.ndarray, Any]] = []
 
     def to_device(self, x: Any) -> Any:
@@ -109,30 +114,35 @@ class Transfer:
             if host is x:
                 return array
         owner = owner_of(x)
-        if owner.nbytes >= FAR:
-            array = self.device.view(self.device.bytes(owner.nbytes), byte_offset(x, owner), x)
-            self.device.write(array, np.ascontiguousarray(x))
-            self.far.append((x, array))
-        else:
-            if id(owner) not in self.memory:
-                memory = self.device.bytes(max(1, owner.nbytes))
-                self.device.write(memory[: owner.nbytes], owner.ravel(order="K").view(np.uint8))
-                self.memory[id(owner)] = owner, memory
-            array = self.device.view(self.memory[id(owner)][1], byte_offset(x, owner), x)
+        if id(owner) not in self.memory:
+            self.memory[id(owner)] = owner, self._copied(owner)
+        array = self.device.view(self.memory[id(owner)][1], byte_offset(x, owner), x)
         self.moved.append((x, array))
         return array
+
+    def _copied(self, owner: np.ndarray) -> Any:
+        memory, host = self.device.bytes(max(1, owner.nbytes)), bytes_of(owner)
+        if owner.nbytes < FAR:
+            self.device.write(memory[: owner.nbytes], host)
+        elif self.fills_pools:
+            for begin in range(0, owner.nbytes, CHUNK):
+                chunk = host[begin : begin + CHUNK]
+                if chunk.any():
+                    self.device.write(memory[begin : begin + len(chunk)], chunk)
+        return memory
 
     def give_back(self) -> None:
         """Copy the device's memory over the host's: it shows whatever the call wrote, and wherever."""
         for owner, memory in self.memory.values():
-            bytes_of = owner.ravel(order="K").view(np.uint8)
-            after = self.device.read(memory[: owner.nbytes])
-            if not np.array_equal(bytes_of, after):
-                bytes_of[...] = after  # a view: what is written has one contiguous owner
-        for host, array in self.far:
-            after = self.device.read(array)
-            if not np.array_equal(np.ascontiguousarray(host).view(np.uint8), after.view(np.uint8)):
-                host[...] = after
+            if owner.nbytes < FAR:
+                after, host = self.device.read(memory[: owner.nbytes]), bytes_of(owner)
+                if not np.array_equal(host, after):
+                    host[...] = after
+        for host, array in self.moved:
+            if owner_of(host).nbytes >= FAR:
+                after = self.device.read(array)
+                if not np.array_equal(np.ascontiguousarray(host).view(np.uint8), after.view(np.uint8)):
+                    host[...] = after
 
     def to_host(self, x: Any) -> Any:
         """Return a result with every array in it on the host; one that was given is itself."""
@@ -201,7 +211,7 @@ class OnDevice:
             kv = original(*args, **kwargs)
             if self.inside:
                 return kv
-            transfer = Transfer(self.device, self.tables)
+            transfer = Transfer(self.device, self.tables, fills_pools=False)
             named = {key: transfer.to_device(x) for key, x in kwargs.items()}
             with self.library():
                 table = original(*(transfer.to_device(x) for x in args), **named).table
