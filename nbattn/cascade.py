@@ -217,7 +217,7 @@ class MultiLevelCascadeAttentionWrapper:
         heads = Heads(num_qo_heads, num_kv_heads, head_dim, page_size)
         options: dict[str, Any] = {
             "sm_scale": contracts.check_sm_scale(sm_scale, head_dim),
-            "window_left": max(-1, contracts.check_int("window_left", window_left)),
+            "window_left": contracts.check_window(window_left),
             "logits_soft_cap": contracts.check_soft_cap(logits_soft_cap),
             "rope": _rope(pos_encoding_mode, head_dim, rope_scale, rope_theta),
         }

@@ -70,7 +70,10 @@ class Gpu:
 
     def view(self, memory: Any, offset: int, like: np.ndarray) -> Any:
         """Return an array in that memory with the shape, dtype and strides of another."""
-        return self.cupy.ndarray(like.shape, like.dtype, memory.data + offset, like.strides)
+        size, shift = like.dtype.itemsize, offset % like.dtype.itemsize
+        items = memory[shift : shift + (len(memory) - shift) // size * size].view(like.dtype)
+        strided = self.cupy.lib.stride_tricks.as_strided  # unlike an array made from an address it knows its base
+        return strided(items[offset // size :], like.shape, like.strides)
 
     def write(self, target: Any, host: np.ndarray) -> None:
         """Copy a host array over one there."""
