@@ -40,6 +40,7 @@ CASCADE_OPTIONS: list[dict[str, Any]] = [
     {"causal": True, "pos_encoding_mode": "ALIBI", "logits_soft_cap": 3.0},
     {"causal": True, "pos_encoding_mode": "ROPE_LLAMA"},
 ]
+ROUNDED_TESTS = r"test_(?!p12)[a-z]\d+_"  # head sizes in 16 bits are cases of the table
 ROW_TEST = re.compile(r"^def test_[a-z]\d+_", re.MULTILINE)
 
 
@@ -79,14 +80,14 @@ def _outcome(case: Any, family: str) -> Outcome:
     return {"name": name, "passed": result.passed, "share": result.budget_share, "detail": detail}
 
 
-def tests_on_device(files: list[Path], pattern: str) -> tuple[dict[str, Counter], list[Outcome]]:
+def tests_on_device(files: list[Path], pattern: str, *more: str) -> tuple[dict[str, Counter], list[Outcome]]:
     """Run the tests whose names match, one process a file: return counts by test function, and failures."""
     program = ROOT / "scripts" / "on_device.py"
 
     def run(file: Path) -> Outcome:
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder) / "tests.json"
-            command = [sys.executable, str(program), str(file), "--pattern", pattern, "--json", str(record)]
+            command = [sys.executable, str(program), str(file), "--pattern", pattern, "--json", str(record), *more]
             done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
             if record.exists():
                 return json.loads(record.read_text())
@@ -108,16 +109,21 @@ def small_inputs(_: argparse.Namespace) -> Iterator[Outcome]:
     from test_cases_registry import ROWS
 
     files = [x for x in sorted((ROOT / "tests").rglob("test_*.py")) if ROW_TEST.search(x.read_text())]
-    counts, failures = tests_on_device([x for x in files if "oracle" not in x.name], r"test_[a-z]\d+_")
-    yield from failures
-    of_row: dict[str, Counter] = {f"{letter}{i + 1}": Counter() for letter, n in ROWS.items() for i in range(n)}
-    for name, part in counts.items():
-        for row in re.findall(r"_([a-z]\d+)(?=_)", re.match(r"test(_[a-z]\d+)+_", name)[0]):
-            of_row[row.upper()] += part
-    for row, part in of_row.items():
-        detail = ", ".join(f"{n} {what}" for what, n in sorted(part.items())) or "no test"
-        passed = part["passed"] > 0 and not part["failed"]
-        yield {"name": f"row {row}", "passed": passed, "share": 0.0, "detail": f"{row}: {detail}"}
+    files = [x for x in files if "oracle" not in x.name]
+    for dtype in (None, "bfloat16"):  # as they are written, then rounded: the kernels on tensor cores
+        more = () if dtype is None else ("--dtype", dtype)
+        counts, failures = tests_on_device(files, r"test_[a-z]\d+_" if dtype is None else ROUNDED_TESTS, *more)
+        yield from failures
+        of_row: dict[str, Counter] = {f"{letter}{i + 1}": Counter() for letter, n in ROWS.items() for i in range(n)}
+        for name, part in counts.items():
+            for row in re.findall(r"_([a-z]\d+)(?=_)", re.match(r"test(_[a-z]\d+)+_", name)[0]):
+                of_row[row.upper()] += part
+        for row, part in of_row.items():
+            if dtype is None or part:
+                detail = ", ".join(f"{n} {what}" for what, n in sorted(part.items())) or "no test"
+                name = row if dtype is None else f"{row} in {dtype}"
+                passed = part["passed"] > 0 and not part["failed"]
+                yield {"name": f"row {name}", "passed": passed, "share": 0.0, "detail": f"{name}: {detail}"}
 
 
 def append(_: argparse.Namespace) -> Iterator[Outcome]:

@@ -1,9 +1,11 @@
 """Run tests that are written with NumPy arrays on a GPU: a pytest plugin, and a command that runs files with it.
 
-Usage: python scripts/on_device.py [--pattern REGEX] [--json FILE] TEST_FILE...
+Usage: python scripts/on_device.py [--pattern REGEX] [--dtype NAME] [--json FILE] TEST_FILE...
 
 Every call of nbattn gets its arrays on the device, and whatever the call leaves there, results and memory that it was
 given, comes back to the host before the test goes on. What a GPU refuses by design, float64, is counted apart.
+With a 16-bit dtype the tests that take a path are run again with q, K and V rounded to it and V padded to whole tiles,
+for the kernels that such calls take; what they compare may then be off by a little, which no fault they look for is.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import nbattn
+from nbattn import testing
+from nbattn.arrays import dtype_from_name
 from nbattn.errors import TargetError
 from nbattn.kv_cache import PagedKV
 from nbattn.paged import attend
@@ -35,6 +39,7 @@ from nbattn.planning import Plan
 from nbattn.testing.memory import byte_offset, owner_of
 
 ROOT = Path(__file__).resolve().parent.parent
+approx = pytest.approx
 FUNCTIONS = [
     *(nbattn.append_paged_kv_cache, nbattn.attention_over_cache, nbattn.cascade_attention),
     *(nbattn.gather_attention, nbattn.generic_cross_attention_kv_cache, nbattn.gqa_decode, nbattn.merge_state),
@@ -48,6 +53,9 @@ WRAPPERS = [
 ]
 METHODS = ("plan", "begin_forward", "run", "forward")
 CONSTRUCTORS = ("from_page_table", "from_block_table", "from_slots", "from_blocks")
+ROUNDED = ("paged_attention", "cascade_attention", "gather_attention")
+SLACK = 0.02  # of what rounded inputs give
+TILE = 64  # numbers of V's rows
 FAR = 2**30  # bytes of an owner that is a pool in addresses only: the parts that are not zero are copied
 CHUNK = 2**26
 
@@ -159,6 +167,28 @@ class Transfer:
         return self.device.read(x)
 
 
+def rounded(kv: Any, dtype: np.dtype, multiple: int) -> Any:
+    """Return a cache, or a cascade's levels, in another dtype, with zeros up to a multiple behind V's last axis."""
+    if isinstance(kv, list):
+        return [replace(level, kv=rounded(level.kv, dtype, multiple)) for level in kv]
+    padding = [(0, 0)] * 3 + [(0, -kv.head_dim_vo % multiple)]
+    return PagedKV(kv.k.astype(dtype), np.pad(kv.v, padding).astype(dtype), kv.table, kv.kv_layout)
+
+
+def loose_approx(expected: Any, rel: float | None = None, abs: float | None = None) -> Any:
+    """Return `pytest.approx` with room for rounded inputs."""
+    return approx(expected, rel=max(rel or 0.0, SLACK), abs=max(abs or 0.0, SLACK))
+
+
+def loose_close(actual: Any, expected: Any, *, budget: float | None = None, name: str = "out") -> None:
+    """Compare as `nbattn.testing.assert_close` does, with room for rounded inputs."""
+    wanted = (expected.out, expected.lse) if isinstance(expected, testing.Expected) else expected
+    parts = zip(actual, wanted, strict=True) if isinstance(actual, tuple) else [(actual, wanted)]
+    for got, want in parts:
+        largest = float(np.max(np.abs(want), initial=0.0, where=np.isfinite(want)))
+        testing.assert_close(got, want, budget=max(budget or 0.0, SLACK * (1 + largest)), name=name)
+
+
 class OnDevice:
     """The plugin: selects tests by name, moves their calls to a device, and counts what came of them.
 
@@ -166,10 +196,12 @@ class OnDevice:
     ----------
     device : `Gpu` or a stand-in
     pattern : regular expression that a test's function must match
+    dtype : 16-bit dtype that inputs are rounded to, or None
     """
 
-    def __init__(self, device: Any, pattern: str) -> None:
+    def __init__(self, device: Any, pattern: str, dtype: str | None = None) -> None:
         self.device, self.pattern = device, re.compile(pattern)
+        self.dtype = None if dtype is None else dtype_from_name(dtype)
         self.calls = 0  # of the running test, that a device has answered
         self.inside = False  # the library: what it calls itself has its arrays where they belong
         self.counts: dict[str, Counter] = {}
@@ -192,6 +224,8 @@ class OnDevice:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.inside:
                 return function(*args, **kwargs)
+            if function.__name__ in ROUNDED and self.dtype not in (None, args[0].dtype):
+                return self.rounded(call, args, kwargs)
             transfer, own = Transfer(self.device, self.tables), args[: int(is_method)]
             moved = [transfer.to_device(x) for x in args[len(own) :]]
             named = {name: transfer.to_device(x) for name, x in kwargs.items()}
@@ -204,6 +238,17 @@ class OnDevice:
             return transfer.to_host(result)
 
         return call
+
+    def rounded(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return what a call gives for q and caches of the narrow dtype, in float32."""
+        q, kv = args[:2]
+        given = kwargs.get("out") is not None
+        narrow = rounded(kv, self.dtype, 1 if given else TILE)
+        result = call(q.astype(self.dtype), narrow, *args[2:], **{**kwargs, "out_dtype": np.float32})
+        if given:
+            return result
+        dim = (kv[0].kv if isinstance(kv, list) else kv).head_dim_vo
+        return (result[0][..., :dim], *result[1:]) if isinstance(result, tuple) else result[..., :dim]
 
     def built(self, name: str) -> Any:
         """Return a constructor of `PagedKV` that makes the table on the device as well."""
@@ -228,7 +273,10 @@ class OnDevice:
     @pytest.hookimpl
     def pytest_collection_modifyitems(self, items: list) -> None:
         """Keep the tests that the pattern selects."""
-        items[:] = [item for item in items if self.pattern.match(getattr(item, "originalname", "") or "")]
+        chosen = [item for item in items if self.pattern.match(getattr(item, "originalname", "") or "")]
+        if self.dtype is not None:
+            chosen = [item for item in chosen if "path" in getattr(getattr(item, "callspec", None), "params", {})]
+        items[:] = chosen
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: Any) -> Iterator[None]:
@@ -240,6 +288,10 @@ class OnDevice:
                 for name, value in list(vars(module).items()):
                     if inspect.isfunction(value) and value in replaced:
                         patch.setattr(module, name, replaced[value])
+            if self.dtype is not None:
+                patch.setattr(pytest, "approx", loose_approx)
+                if hasattr(item.module, "assert_close"):
+                    patch.setattr(item.module, "assert_close", loose_close)
             for name in CONSTRUCTORS:
                 patch.setattr(PagedKV, name, self.built(name))
             for owner, names in [(Plan, ["update"]), *((wrapper, METHODS) for wrapper in WRAPPERS)]:
@@ -269,9 +321,9 @@ class OnDevice:
         return report
 
 
-def run_tests(files: list[str], pattern: str, device: Any) -> OnDevice:
+def run_tests(files: list[str], pattern: str, device: Any, dtype: str | None = None) -> OnDevice:
     """Run the tests of files whose names match on a device."""
-    plugin = OnDevice(device, pattern)
+    plugin = OnDevice(device, pattern, dtype)
     options = ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-W", "default", f"--rootdir={ROOT}"]
     code = pytest.main([*options, *files], plugins=[plugin])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
@@ -284,9 +336,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", metavar="TEST_FILE")
     parser.add_argument("--pattern", default="test_", help="regular expression for the tests' function names")
+    parser.add_argument("--dtype", help="round q, K and V to this dtype: float16 or bfloat16")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts")
     options = parser.parse_args()
-    plugin = run_tests(options.files, options.pattern, Gpu())
+    plugin = run_tests(options.files, options.pattern, Gpu(), options.dtype)
     if options.json:
         options.json.write_text(json.dumps({"counts": plugin.counts, "failures": plugin.failures}) + "\n")
     return 1 if plugin.failures else 0
