@@ -80,8 +80,10 @@ class Gpu:
         """Return an array in that memory with the shape, dtype and strides of another."""
         size, shift = like.dtype.itemsize, offset % like.dtype.itemsize
         items = memory[shift : shift + (len(memory) - shift) // size * size].view(like.dtype)
-        strided = self.cupy.lib.stride_tricks.as_strided  # unlike an array made from an address it knows its base
-        return strided(items[offset // size :], like.shape, like.strides)
+        items = items[offset // size :]
+        if like.flags.c_contiguous:  # a view that knows its base, which page strides are held against
+            return items[: like.size].reshape(like.shape)
+        return self.cupy.lib.stride_tricks.as_strided(items, like.shape, like.strides)
 
     def write(self, target: Any, host: np.ndarray) -> None:
         """Copy a host array over one there."""
