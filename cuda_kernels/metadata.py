@@ -84,6 +84,8 @@ class PlanMetadata:
         Addresses of the rows' and the merges' arrays.
     num_states, num_merges : int
         Partial states and merged rows there is room for.
+    most_states : int
+        States that are merged into one row at most.
     """
 
     def __init__(self, device: Any, *, group_size: int, tokens: int, room: Room = Room(), **plan: Any):
@@ -130,6 +132,7 @@ class PlanMetadata:
         if first:
             self._lay_out(parts)
             self.num_states, self.num_merges = max(num_states, room.states or 0), merges
+        self.most_states = int(np.diff(merge_indptr).max(initial=0)) if room.states is None else self.num_states
         if num_states > self.num_states:
             raise ContractError(f"plan: must fit its room of {self.num_states} partial states, got {num_states}.")
         self._copy(parts)

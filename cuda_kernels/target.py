@@ -24,8 +24,9 @@ from nbattn.planning import Plan, Tiling
 from nbattn.problem import Level, Options, Preparation, Problem
 from nbattn.rotary import rope_planes
 
-BLOCKS_PER_MULTIPROCESSOR = 2  # of the decode tile: see the register table of the tests
-ITEMS_PER_WORKER = 4  # what planning makes of a worker
+BLOCKS_PER_MULTIPROCESSOR = 2  # of either tile: see the register table of the tests
+MOST_DECODE_KEYS = 800  # of a resident block; more keys that many rows share are faster on the prefill tile
+KEYS_BESIDE = 2  # of prefill tiles for each of decode tiles, up to which both share the multiprocessors
 POSITIONS_AHEAD = 1 << 17  # most that planes of rotation are made for before a request stands there
 
 _devices: dict[int, Device] = {}
@@ -43,14 +44,40 @@ def current_device() -> Device:
     return found
 
 
-def tiling(levels: tuple[Level, ...], num_qo_heads: int) -> Tiling:
-    """Return how work is cut for this target: whole waves of resident blocks, one block a work item and KV head."""
+def tiling(levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None) -> Tiling:
+    """Return how work is cut for this target: a wave of resident blocks, one block a work item and KV head.
+
+    Levels of few rows run on the decode tile. So does a level of many rows, cut into tiles of few, where the tiles'
+    keys are soon read: a prefill tile takes eight times the rows, but its launch takes longer. That is decided by the
+    lengths alone, and only for cascades whose splits are not given.
+    """
     num_kv_heads = levels[0].kv.num_kv_heads
     group = num_qo_heads // num_kv_heads
-    longest = max(int(np.diff(np.asarray(level.qo_indptr)).max(initial=0)) for level in levels)
-    tokens = longest if longest * group <= DECODE_ROWS else max(1, PREFILL_ROWS // group)
-    blocks = current_device().multiprocessors * BLOCKS_PER_MULTIPROCESSOR
-    return Tiling(max(1, tokens), max(1, round(blocks / (num_kv_heads * ITEMS_PER_WORKER))))
+    few, many = DECODE_ROWS // group, max(1, PREFILL_ROWS // group)
+    multiprocessors = current_device().multiprocessors
+    shares = max(1, round(multiprocessors * BLOCKS_PER_MULTIPROCESSOR / num_kv_heads))
+    may_choose = len(levels) > 1 and split_size is None
+    tokens, few_keys, many_keys = [], 0, 0
+    for level in levels:
+        rows = np.diff(np.asarray(level.qo_indptr))
+        longest = int(rows.max(initial=0))
+        tile = max(1, min(few, longest))
+        keys = _keys_of_tiles(rows, level.kv.kv_lens, tile)
+        if longest > few and not (may_choose and few and keys <= MOST_DECODE_KEYS * shares):
+            tile = many
+            many_keys += _keys_of_tiles(rows, level.kv.kv_lens, tile)
+        else:
+            few_keys += keys
+        tokens.append(tile)
+    many_shares = shares
+    if many_keys <= few_keys * KEYS_BESIDE:
+        many_shares = max(1, round(multiprocessors / num_kv_heads))
+    return Tiling(tuple(tokens), shares, few, many_shares)
+
+
+def _keys_of_tiles(rows: np.ndarray, kv_lens: np.ndarray, tile: int) -> int:
+    """Return how many keys are read if each request's rows are cut into tiles of so many."""
+    return int((-(-rows // tile) * kv_lens).sum())
 
 
 class PlanOnDevice:
@@ -68,7 +95,7 @@ class PlanOnDevice:
         )
         if all(capacity.get(name, size) <= size for name, size in plan.work_list.sizes().items()):
             room = Room(pages=room.pages)  # nothing may grow: nothing is padded
-        tokens = max(plan.tiling.tokens, plan.work_list.max_tokens)
+        tokens = max(*plan.tiling.tokens, plan.work_list.max_tokens)
         self.planes_in_graphs: list[tuple[int, Array, Array]] = []  # position of row 0, cosines, sines
         self.metadata = PlanMetadata(device, group_size=group, tokens=tokens, room=room, **_integers(plan, levels))
 

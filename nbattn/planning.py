@@ -25,10 +25,33 @@ class PlanRules:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a target cuts: most query rows of one item, and how many items should run at once."""
+    """How a target cuts.
 
-    tokens: int
-    workers: int
+    Parameters
+    ----------
+    tokens : tuple of int
+        Most query rows of one item, for each level.
+    shares : int
+        How many items the work should make, see `build_work`.
+    few_tokens, many_shares : int
+        Rows up to which an item belongs to one kernel, and the shares of the others', see `build_work`.
+    cluster : int
+        Blocks that work on one item together (CUDA).
+    """
+
+    tokens: tuple[int, ...]
+    shares: int
+    few_tokens: int = 0
+    many_shares: int = 0
+    cluster: int = 1
+
+    @property
+    def cuts(self) -> dict[str, Any]:
+        """The arguments of `build_work` and `most_work`."""
+        return {
+            "tile_tokens": self.tokens, "shares": self.shares, "few_tokens": self.few_tokens,
+            "many_shares": self.many_shares,
+        }  # fmt: skip
 
 
 class Plan:
@@ -71,7 +94,7 @@ class Plan:
         if max_kv_len is not None:
             most = most_work(
                 self.lengths, max_kv_len, window_left=rules.window_left, split_size=rules.split_size,
-                tile_tokens=tiling.tokens, workers=tiling.workers,
+                **tiling.cuts,
             )  # fmt: skip
             most["page-table entries"] = max(-(-max_kv_len // x.kv.page_size) * x.kv.batch_size for x in levels)
             capacity.update({key: max(capacity[key], size) for key, size in most.items()})
@@ -105,7 +128,7 @@ class Plan:
                 f"Plan.update: must keep {len(self.rules.causal)} level(s) and at most {self.num_rows} rows, "
                 f"got {len(levels)} and {num_rows}."
             )
-        before = self.lengths, self.places, self.work_list
+        before, call = (self.lengths, self.places, self.work_list), self.last_call
         self._fill(levels, start, positions)
         try:
             self._check_room(levels)
@@ -114,6 +137,9 @@ class Plan:
         except ContractError:
             self.lengths, self.places, self.work_list = before
             raise
+        same_rows = all(np.array_equal(x.qo_indptr, y.qo_indptr) for x, y in zip(before[0], self.lengths, strict=True))
+        if call is not None and same_rows and start is None and positions is None:
+            self.last_call = call.after_update([level.kv.table for level in levels])
 
     def _check_room(self, levels: tuple[Any, ...]) -> None:
         sizes = self._sizes(levels)
@@ -143,7 +169,7 @@ class Plan:
     def _build(self, lengths: list[LevelLengths], places: Positions) -> WorkList:
         return build_work(
             lengths, places, window_left=self.rules.window_left, chunk_size=self.rules.chunk_size,
-            split_size=self.rules.split_size, tile_tokens=self.tiling.tokens, workers=self.tiling.workers,
+            split_size=self.rules.split_size, **self.tiling.cuts,
         )  # fmt: skip
 
     def check_call(self, rules: PlanRules, levels: tuple[Any, ...], num_rows: int) -> None:
