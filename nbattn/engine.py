@@ -56,7 +56,7 @@ def run(problem: Problem, plan: Plan | None, split_size: int | None) -> tuple[Pl
         tuple(level.causal for level in problem.levels),
         options.window_left,
         options.chunk_size,
-        None if split_size is None else contracts.check_int("split_size", split_size, at_least=1),
+        contracts.check_split(split_size),
     )
     if plan is None:
         plan = _plan_of(problem, rules, kernels)
@@ -144,9 +144,9 @@ def plan(
     rules = PlanRules(
         num_qo_heads,
         tuple(level.causal for level in levels),
-        max(-1, contracts.check_int("window_left", window_left)),
-        0 if chunk_size is None else contracts.check_int("chunk_size", chunk_size, at_least=1),
-        None if split_size is None else contracts.check_int("split_size", split_size, at_least=1),
+        contracts.check_window(window_left),
+        contracts.check_chunk(chunk_size),
+        contracts.check_split(split_size),
     )
     longest = None if max_kv_len is None else contracts.check_int("max_kv_len", max_kv_len, at_least=0)
     pages = None if max_num_pages is None else contracts.check_int("max_num_pages", max_num_pages, at_least=0)

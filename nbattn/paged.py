@@ -237,11 +237,10 @@ def _checked_options(
         raise ContractError(f"rope: must be a nbattn.Rope, got {type(rope).__name__}.")
     if rope is not None and dim_qk % 2:
         raise ContractError(f"rope: needs an even head size, got {dim_qk}.")
-    chunk_size = given.chunk_size
     return Options(
         sm_scale=contracts.check_sm_scale(given.sm_scale, dim_qk),
-        window_left=max(-1, contracts.check_int("window_left", given.window_left)),
-        chunk_size=0 if chunk_size is None else contracts.check_int("chunk_size", chunk_size, at_least=1),
+        window_left=contracts.check_window(given.window_left),
+        chunk_size=contracts.check_chunk(given.chunk_size),
         soft_cap=contracts.check_soft_cap(given.logits_soft_cap),
         sinks=contracts.check_heads_vector("sinks", arrays.sinks, num_heads, library),
         attn_mask=contracts.check_mask(arrays.attn_mask, levels, num_heads, library),

@@ -63,6 +63,8 @@ class Plan:
     places : Positions
     num_rows : int
         Query rows that the levels' offsets cover.
+    max_kv_len : int or None
+        Longest request that was planned for.
     on_target : object
         What the target made of the work list: its tasks or its device buffers.
     last_call : RememberedCall or None
@@ -84,6 +86,7 @@ class Plan:
                  max_num_pages: int | None = None):  # fmt: skip
         self.rules, self.tiling, self.num_rows = rules, tiling, num_rows
         self.capacity: dict[str, int] = {}
+        self.max_kv_len = max_kv_len
         self.on_target: Any = None
         self.last_call: RememberedCall | None = None
         self._fill(levels, kv_start, q_positions)
@@ -112,7 +115,8 @@ class Plan:
         Raises
         ------
         ContractError
-            If the new work does not fit the plan's capacity (see ``max_kv_len`` of `nbattn.plan`).
+            If the new work does not fit the plan's capacity (see ``max_kv_len`` of `nbattn.plan`), or a captured graph
+            rotates q and keys and holds no angles for the new positions; the plan stays as it was.
         """
         from nbattn.engine import planned_levels
 
@@ -126,19 +130,25 @@ class Plan:
             )
         before, call = (self.lengths, self.places, self.work_list), self.last_call
         self._fill(levels, start, positions)
+        try:
+            self._check_room(levels)
+            if self.on_target is not None:
+                self.on_target.refill(self, levels)
+        except ContractError:
+            self.lengths, self.places, self.work_list = before
+            raise
+        same_rows = all(np.array_equal(x.qo_indptr, y.qo_indptr) for x, y in zip(before[0], self.lengths, strict=True))
+        if call is not None and same_rows and start is None and positions is None:
+            self.last_call = call.after_update([level.kv.table for level in levels])
+
+    def _check_room(self, levels: tuple[Any, ...]) -> None:
         sizes = self._sizes(levels)
         over = [key for key in sizes if sizes[key] > self.capacity[key]]
         if over:
-            self.lengths, self.places, self.work_list = before
             raise ContractError(
                 f"Plan.update: needs {sizes[over[0]]} {over[0]}, the plan holds {self.capacity[over[0]]}. "
                 "Plan with a larger max_kv_len or max_num_pages."
             )
-        if self.on_target is not None:
-            self.on_target.refill(self, levels)
-        same_rows = all(np.array_equal(x.qo_indptr, y.qo_indptr) for x, y in zip(before[0], self.lengths, strict=True))
-        if call is not None and same_rows and start is None and positions is None:
-            self.last_call = call.after_update([level.kv.table for level in levels])
 
     def _sizes(self, levels: tuple[Any, ...]) -> dict[str, int]:
         entries = max(int(level.kv.kv_indptr[-1]) for level in levels)
