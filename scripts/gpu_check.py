@@ -1,6 +1,6 @@
 """Check the CUDA target on a GPU: cases, tests, random draws, offsets, graphs, streams, repeats and the sanitizer.
 
-Usage: python scripts/gpu_check.py [--random N] [--seed S] [--repeats N] [--parts a,b] [--json FILE]
+Usage: python scripts/gpu_check.py [--random N] [--seed S] [--repeats N] [--parts a,b] [--jobs N] [--json FILE]
 
 Every part compares with the float64 oracle within the shared error budget; `small_inputs` and `append` run the
 project's own tests with their arrays on the GPU, and need pytest. Exits 1 if anything fails.
@@ -506,14 +506,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="seed of the random cases")
     parser.add_argument("--repeats", type=int, default=100, help="repeats of the bitwise comparison")
     parser.add_argument("--parts", default=DEFAULT_PARTS, help=f"comma-separated, of {', '.join(PARTS)}")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="parts that run at once (default 1)")
     parser.add_argument("--here", action="store_true", help="run the parts in this process")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record")
     options = parser.parse_args()
     passed_on = ["--random", str(options.random), "--seed", str(options.seed), "--repeats", str(options.repeats)]
     record: Outcome = {"environment": environment(), "parts": {}}
     failures = 0
-    for name in options.parts.split(","):
-        part = run_part(name, options) if options.here else in_own_process(name, passed_on)
+    names = options.parts.split(",")
+    if options.here:
+        parts = (run_part(name, options) for name in names)
+    else:
+        parts = ThreadPoolExecutor(options.jobs).map(lambda name: in_own_process(name, passed_on), names)
+    for name, part in zip(names, parts, strict=True):
         record["parts"][name] = part
         failures += part["failed"]
         for x in part["failures"][:5]:
