@@ -25,8 +25,8 @@ from nbattn.problem import Level, Options, Preparation, Problem
 from nbattn.rotary import rope_planes
 
 BLOCKS_PER_MULTIPROCESSOR = 2  # of either tile: see the register table of the tests
-MOST_DECODE_KEYS = 800  # of a resident block; more keys that many rows share are faster on the prefill tile
-KEYS_BESIDE = 2  # of prefill tiles for each of decode tiles, up to which both share the multiprocessors
+MOST_DECODE_KEYS = 1000  # of a resident block; more keys that many rows share are faster on the prefill tile
+MOST_KEYS_BESIDE = 2  # of prefill tiles for each of decode tiles: beyond, prefill tiles fill the multiprocessors
 
 _devices: dict[int, Device] = {}
 _planes_on_device: dict[tuple, tuple[np.ndarray, Array, Array]] = {}
@@ -53,25 +53,35 @@ def tiling(levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None)
     num_kv_heads = levels[0].kv.num_kv_heads
     group = num_qo_heads // num_kv_heads
     few, many = DECODE_ROWS // group, max(1, PREFILL_ROWS // group)
-    multiprocessors = current_device().multiprocessors
-    shares = max(1, round(multiprocessors * BLOCKS_PER_MULTIPROCESSOR / num_kv_heads))
-    may_choose = len(levels) > 1 and split_size is None
+    blocks = current_device().multiprocessors * BLOCKS_PER_MULTIPROCESSOR / num_kv_heads
+    may_choose = few > 0 and len(levels) > 1 and split_size is None
     tokens, few_keys, many_keys = [], 0, 0
     for level in levels:
         rows = np.diff(np.asarray(level.qo_indptr))
         longest = int(rows.max(initial=0))
         tile = max(1, min(few, longest))
         keys = _keys_of_tiles(rows, level.kv.kv_lens, tile)
-        if longest > few and not (may_choose and few and keys <= MOST_DECODE_KEYS * shares):
+        if longest <= few or (may_choose and keys <= MOST_DECODE_KEYS * blocks):
+            few_keys += keys
+        else:
             tile = many
             many_keys += _keys_of_tiles(rows, level.kv.kv_lens, tile)
-        else:
-            few_keys += keys
         tokens.append(tile)
-    many_shares = shares
-    if many_keys <= few_keys * KEYS_BESIDE:
-        many_shares = max(1, round(multiprocessors / num_kv_heads))
+    shares, many_shares = (max(1, round(blocks * part)) for part in _parts_of_wave(few_keys, many_keys))
     return Tiling(tuple(tokens), shares, few, many_shares)
+
+
+def _parts_of_wave(few_keys: int, many_keys: int) -> tuple[float, float]:
+    """Return which part of a wave of blocks the decode and the prefill tiles of a call fill, by the keys of both.
+
+    Where both have work, they share the multiprocessors, a block each, and the one with little to do takes fewer
+    blocks of more keys.
+    """
+    if many_keys == 0 or few_keys == 0:
+        return 1.0, 1.0
+    if many_keys > MOST_KEYS_BESIDE * few_keys:
+        return 0.5, 1.0
+    return 1.0, 0.25 if many_keys <= few_keys / 4 else 0.5
 
 
 def _keys_of_tiles(rows: np.ndarray, kv_lens: np.ndarray, tile: int) -> int:
