@@ -12,7 +12,7 @@ PLAIN_WARPS, PLAIN_BLOCKS = 4, 4  # of a block, of a multiprocessor
 MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS = 256, 8, 8  # see merge_states
 PAIR_THREADS, PAIR_TASKS = 128, 2  # see merge_pair
 CHUNK_BYTES = 16  # that a lane of a merge takes at a time, where rows are packed and aligned
-BUSY_THREADS = 768  # of a multiprocessor: as many as reside, see the register table; then one group of lanes a row
+BUSY_THREADS = 768  # that reside on a multiprocessor, see the register table
 LARGEST_HEAD = 8192  # of the plain path: q and four accumulators fill a multiprocessor's shared memory
 
 
@@ -83,11 +83,16 @@ def merge_team(
         Groups take whole streams: one each, or one group takes all. The sum's order is then the same.
     """
     bits = min(5, lane_bits(head_dim, width))
-    batches = min(MERGE_STREAMS, ceil(num_states / MERGE_BATCH)) if listed else MERGE_STREAMS
-    group_bits = (batches - 1).bit_length() if num_states > MERGE_BATCH else 0
-    threads = rows << bits + group_bits if listed else rows << bits
-    if threads > multiprocessors * BUSY_THREADS:
-        group_bits = 0
+    resident = multiprocessors * BUSY_THREADS
+    if listed:
+        batches = ceil(num_states / MERGE_BATCH)
+        group_bits = (max(1, min(batches, MERGE_STREAMS)) - 1).bit_length()
+        waves = ceil((rows << bits + group_bits) / resident)
+        if waves > max(1, batches // 2):  # then one batch after the other is faster than one wave after the other
+            group_bits = 0
+    else:
+        few = num_states <= MERGE_BATCH or rows << bits >= resident
+        group_bits = 0 if few else MERGE_STREAMS.bit_length() - 1
     grid = ceil(rows / (MERGE_THREADS >> (bits + group_bits))), ceil(head_dim / (width << bits)), 1
     return bits, group_bits, grid
 

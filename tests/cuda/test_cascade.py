@@ -123,8 +123,9 @@ def test_a_row_has_the_same_bits_however_many_groups_share_its_states(lent, monk
     rng = np.random.default_rng(9)
     kv, q = poisoned_cache(rng, [330, 40]), numbers(rng, (2, 4, 64), "bfloat16")
     results = []
-    for busy in (shapes.BUSY_THREADS, 0):
+    for busy, groups in ((shapes.BUSY_THREADS, 4), (1, 1)):
         monkeypatch.setattr(shapes, "BUSY_THREADS", busy)
+        assert 1 << merge_team(8, 64, 4, lent.multiprocessors, 21, listed=True)[1] == groups
         results.append(nbattn.paged_attention(q, kv, split_size=16, return_lse=True))
     testing.assert_close(results[0], testing.expect(oracle.paged_attention, q, kv))
     for one, several in zip(*results, strict=True):
@@ -133,7 +134,7 @@ def test_a_row_has_the_same_bits_however_many_groups_share_its_states(lent, monk
 
 @pytest.mark.parametrize(
     ("rows", "states", "groups"),
-    [(64, 8, 1), (64, 9, 2), (64, 17, 4), (64, 64, 8), (64, 300, 8), (2048, 9, 1), (2048, 64, 1)],
+    [(64, 8, 1), (64, 9, 2), (64, 17, 4), (64, 64, 8), (64, 300, 8), (512, 33, 8), (2048, 9, 1), (2048, 33, 1)],
 )
 def test_groups_take_one_stream_of_states_each_or_one_takes_all(rows, states, groups):
     """Groups beyond a row's batches would only wait, and more threads than reside come one after another."""
