@@ -33,7 +33,7 @@ def levels_of(batch, prefix, suffix, kv_heads, rows=1):
 
 def plan_of(monkeypatch, levels, heads, split_size=None):
     """Return the plan of these levels for a GPU of 132 multiprocessors."""
-    device = SimpleNamespace(multiprocessors=MULTIPROCESSORS)
+    device = SimpleNamespace(multiprocessors=MULTIPROCESSORS, largest_cluster=16)
     monkeypatch.setattr(target, "current_device", lambda: device)
     rules = PlanRules(heads, tuple(level.causal for level in levels), split_size=split_size)
     return Plan(levels, int(levels[-1].qo_indptr[-1]), rules, target.tiling(levels, heads, split_size))
