@@ -22,7 +22,7 @@ from nbattn.problem import Level, Preparation, Problem
 from nbattn.rotary import rope_planes
 from nbattn.scoring import LN2, LOG2E
 from nbattn.threads import get_num_threads
-from nbattn.work_list import KEY_BEGIN, KEY_END, ROW_BEGIN, ROW_END, WorkList, build_gather_work
+from nbattn.work_list import KEY_BEGIN, KEY_END, ROW_BEGIN, ROW_END, SHARES_PER_THREAD, WorkList, build_gather_work
 
 FEW_ROWS = 16  # packed rows of a KV head up to which a task takes all heads, so that tokens are read in order
 MANY_ROWS = 128  # packed rows of a task with one head: its accumulators and queries stay in L2
@@ -31,12 +31,12 @@ K_ADDRESS, V_ADDRESS = 0, 4  # in a row of the kernels' table of levels
 READ_RATE, DOT_RATE = 16.0, 50.0  # bytes and multiply-adds per nanosecond of one thread, roughly
 
 
-def tiling(levels: tuple[Level, ...], num_qo_heads: int) -> Tiling:
+def tiling(levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None) -> Tiling:
     """Return how work is cut for this target."""
     group = num_qo_heads // levels[0].kv.num_kv_heads
     longest = max(int(np.diff(level.qo_indptr).max(initial=0)) for level in levels)
     tokens = longest if longest * group <= FEW_ROWS else max(1, MANY_ROWS // group)
-    return Tiling(max(1, tokens), get_num_threads())
+    return Tiling(max(1, tokens), get_num_threads() * SHARES_PER_THREAD)
 
 
 class TaskList:

@@ -171,13 +171,23 @@ def paged_specialisation(
 
 
 class KernelCall(NamedTuple):
-    """What `Device.launch` takes."""
+    """What `Device.launch` takes.
+
+    Attributes
+    ----------
+    overlaps : bool
+        Whether it may start before the kernel ahead of it ends: it waits for that one's results by itself.
+    cluster : int
+        Neighbouring blocks that form a cluster.
+    """
 
     family: str
     constants: dict[str, Any]
     grid: tuple[int, int, int]
     values: tuple
     shared_bytes: int | None = None
+    overlaps: bool = False
+    cluster: int = 1
 
 
 def paged_kernels(
@@ -192,17 +202,21 @@ def paged_kernels(
     rows = (pointers["position"], pointers["request"], pointers["index"])
     query, features = _query_values(device, q), _feature_values(device, options)
     result = result_values(device, (0, 0), out, lse, options)
+    beside = False
     for segment in metadata.segments:
         kv = kvs[segment.level]
         family, constants, pairs, shared_bytes = paged_specialisation(device, q, kv.k, kv.v, options, segment.tile)
-        grid = (segment.count * kv.k.shape[2], -(-segment.pairs // pairs), 1)
+        cluster = 1 if segment.tile == "prefill" else metadata.cluster
+        grid = (segment.count * kv.k.shape[2] * cluster, -(-segment.pairs // pairs), 1)
         cache_values = _cache_values(device, kv, tables[segment.level], q, options.scale)
-        values = (segment.work, *rows, *query, *cache_values, *features, *result)
-        yield segment.level, KernelCall(family, constants, grid, values, shared_bytes)
+        values = (segment.work, *rows, int(beside), *query, *cache_values, *features, *result)
+        overlaps = beside or family != "paged_prefill"  # which does not wait before it reads
+        yield segment.level, KernelCall(family, constants, grid, values, shared_bytes, overlaps, cluster)
+        beside = beside or all(grid)
     if metadata.num_merges:
         lists = tuple(pointers[name] for name in ("merge rows", "merge indptr", "merge slots"))
         layout = metadata.num_merges, 0, q.shape[1], kvs[0].k.shape[2]
-        yield 0, merge_kernel(device, lists, (0, 0), layout, result, out)
+        yield 0, merge_kernel(device, lists, (0, 0), layout, result, out)._replace(overlaps=beside)
 
 
 def run_gather(
@@ -248,7 +262,7 @@ def run_gather(
     device.launch(family, constants, (num_parts * num_kv_heads, -(-group // pairs), 1), values, shared_bytes)
     if parts.splits > 1:
         layout = num_rows, parts.splits, heads, num_kv_heads
-        device.launch(*merge_kernel(device, (0, 0, 0), states, layout, result, out), overlaps=True)
+        device.launch(*merge_kernel(device, (0, 0, 0), states, layout, result, out)._replace(overlaps=True))
     return buffers
 
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from nbattn.errors import TargetError
 
 DECODE_ROWS, PREFILL_ROWS = 16, 128  # (query row, head) pairs of one block
+LARGEST_CLUSTER = 16  # blocks that merge what they found in one another's shared memory
+PORTABLE_CLUSTER, LARGEST_CLUSTERED_HEAD = 8, 128
 PLAIN_WARPS, PLAIN_BLOCKS = 4, 4  # of a block, of a multiprocessor
 MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS = 256, 8, 8  # see merge_states
 PAIR_THREADS, PAIR_TASKS = 128, 2  # see merge_pair

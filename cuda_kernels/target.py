@@ -18,14 +18,14 @@ from nbattn.cuda_kernels.device import Device
 from nbattn.cuda_kernels.gather_parts import cut_lists, cut_lists_at, keep_for_graph, rows_on_device
 from nbattn.cuda_kernels.metadata import PlanMetadata, Room
 from nbattn.cuda_kernels.paged_call import PagedCall
-from nbattn.cuda_kernels.shapes import DECODE_ROWS, PLAIN_BLOCKS, PREFILL_ROWS, gather_shape
+from nbattn.cuda_kernels.shapes import DECODE_ROWS, LARGEST_CLUSTERED_HEAD, PLAIN_BLOCKS, PREFILL_ROWS, gather_shape
 from nbattn.errors import TargetError
+from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan, Tiling
 from nbattn.problem import Level, Options, Preparation, Problem
 from nbattn.rotary import rope_planes
 
 BLOCKS_PER_MULTIPROCESSOR = 2  # of the decode tile: see the register table of the tests
-ITEMS_PER_WORKER = 4  # what planning makes of a worker
 
 _devices: dict[int, Device] = {}
 _planes_on_device: dict[tuple, tuple[np.ndarray, Array, Array]] = {}
@@ -42,14 +42,35 @@ def current_device() -> Device:
     return found
 
 
-def tiling(levels: tuple[Level, ...], num_qo_heads: int) -> Tiling:
-    """Return how work is cut for this target: whole waves of resident blocks, one block a work item and KV head."""
-    num_kv_heads = levels[0].kv.num_kv_heads
+def tiling(levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None) -> Tiling:
+    """Return how work is cut for this target: a wave of resident blocks, a cluster of them a work item and KV head.
+
+    Rows of more than one level, and of a given split size, whose bits must not depend on their neighbours, are not
+    worked on by clusters.
+    """
+    device, num_kv_heads = current_device(), levels[0].kv.num_kv_heads
     group = num_qo_heads // num_kv_heads
-    longest = max(int(np.diff(np.asarray(level.qo_indptr)).max(initial=0)) for level in levels)
-    tokens = longest if longest * group <= DECODE_ROWS else max(1, PREFILL_ROWS // group)
-    blocks = current_device().multiprocessors * BLOCKS_PER_MULTIPROCESSOR
-    return Tiling(max(1, tokens), max(1, round(blocks / (num_kv_heads * ITEMS_PER_WORKER))))
+    rows = [np.diff(np.asarray(level.qo_indptr)) for level in levels]
+    longest = max(int(x.max(initial=0)) for x in rows)
+    blocks = device.multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+    if longest * group > DECODE_ROWS:
+        return Tiling(max(1, PREFILL_ROWS // group), max(1, blocks // num_kv_heads))
+    cluster, heads = 1, int(np.count_nonzero(rows[0])) * num_kv_heads
+    if len(levels) == 1 and split_size is None and may_cluster(levels[0].kv):
+        while 2 * cluster * heads <= blocks and 2 * cluster <= device.largest_cluster:
+            cluster *= 2
+    shares = blocks // (num_kv_heads * cluster)
+    if cluster > 1:  # a full cluster has a multiprocessor for each block
+        shares = max(shares // 2, heads // num_kv_heads)
+    return Tiling(max(1, longest), max(1, shares), cluster)
+
+
+def may_cluster(kv: PagedKV) -> bool:
+    """Return whether blocks of the kernel for a cache are small enough for several on a multiprocessor.
+
+    Otherwise clusters leave multiprocessors idle: one spans no two groups of them.
+    """
+    return max(kv.head_dim_qk, kv.head_dim_vo) <= LARGEST_CLUSTERED_HEAD
 
 
 class PlanOnDevice:
@@ -68,7 +89,9 @@ class PlanOnDevice:
         if all(capacity.get(name, size) <= size for name, size in plan.work_list.sizes().items()):
             room = Room(pages=room.pages)  # nothing may grow: nothing is padded
         tokens = max(plan.tiling.tokens, plan.work_list.max_tokens)
-        self.metadata = PlanMetadata(device, group_size=group, tokens=tokens, room=room, **_integers(plan, levels))
+        self.metadata = PlanMetadata(
+            device, group_size=group, tokens=tokens, cluster=plan.tiling.cluster, room=room, **_integers(plan, levels)
+        )
 
     def refill(self, plan: Plan, levels: tuple[Level, ...]) -> None:
         """Copy an updated plan into the same buffers."""

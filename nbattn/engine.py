@@ -47,7 +47,7 @@ def run(problem: Problem, plan: Plan | None, split_size: int | None) -> tuple[Pl
     num_rows = max(int(level.qo_indptr[-1]) for level in problem.levels)
     if plan is None:
         plan = Plan(
-            problem.levels, num_rows, rules, kernels.tiling(problem.levels, problem.num_qo_heads),
+            problem.levels, num_rows, rules, kernels.tiling(problem.levels, problem.num_qo_heads, split_size),
             kv_start=options.kv_start,
             q_positions=None if options.q_positions is None else options.q_positions[:num_rows],
         )  # fmt: skip
@@ -123,7 +123,8 @@ def plan(
     longest = None if max_kv_len is None else contracts.check_int("max_kv_len", max_kv_len, at_least=0)
     pages = None if max_num_pages is None else contracts.check_int("max_num_pages", max_num_pages, at_least=0)
     kernels = backend("cpu" if kv.library == "numpy" else "cuda")
-    return Plan(levels, num_rows, rules, kernels.tiling(levels, num_qo_heads), kv_start=start, q_positions=positions,
+    return Plan(levels, num_rows, rules, kernels.tiling(levels, num_qo_heads, rules.split_size),
+                kv_start=start, q_positions=positions,
                 max_kv_len=longest, max_num_pages=pages)  # fmt: skip
 
 

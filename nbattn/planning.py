@@ -25,10 +25,21 @@ class PlanRules:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a target cuts: most query rows of one item, and how many items should run at once."""
+    """How a target cuts.
+
+    Parameters
+    ----------
+    tokens : int
+        Most query rows of one item.
+    shares : int
+        How many items the work should make, see `build_work`.
+    cluster : int
+        Blocks that work on one item together (CUDA).
+    """
 
     tokens: int
-    workers: int
+    shares: int
+    cluster: int = 1
 
 
 class Plan:
@@ -68,7 +79,7 @@ class Plan:
         if max_kv_len is not None:
             most = most_work(
                 self.lengths, max_kv_len, window_left=rules.window_left, split_size=rules.split_size,
-                tile_tokens=tiling.tokens, workers=tiling.workers,
+                tile_tokens=tiling.tokens, shares=tiling.shares,
             )  # fmt: skip
             most["page-table entries"] = max(-(-max_kv_len // x.kv.page_size) * x.kv.batch_size for x in levels)
             capacity.update({key: max(capacity[key], size) for key, size in most.items()})
@@ -133,7 +144,7 @@ class Plan:
     def _build(self, lengths: list[LevelLengths], places: Positions) -> WorkList:
         return build_work(
             lengths, places, window_left=self.rules.window_left, chunk_size=self.rules.chunk_size,
-            split_size=self.rules.split_size, tile_tokens=self.tiling.tokens, workers=self.tiling.workers,
+            split_size=self.rules.split_size, tile_tokens=self.tiling.tokens, shares=self.tiling.shares,
         )  # fmt: skip
 
     def check_call(self, rules: PlanRules, levels: tuple[Any, ...], num_rows: int) -> None:

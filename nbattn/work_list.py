@@ -21,7 +21,7 @@ GATHER_COLUMNS = 6
 
 KEY_ALIGNMENT = 16  # a range trimmed by a window starts at a whole block of keys, so values do not depend on the tile
 SMALLEST_SPLIT = 64  # keys; below it a state costs more than it saves
-SPLITS_PER_WORKER = 4  # work items a worker should find when the split size is automatic
+SHARES_PER_THREAD = 4  # that a CPU thread should find when the split size is automatic
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def build_work(
     chunk_size: int = 0,
     split_size: int | None = None,
     tile_tokens: int = 1,
-    workers: int = 1,
+    shares: int = 1,
     trim: bool = True,
 ) -> WorkList:
     """Cut every level's rows into tiles and their keys into splits.
@@ -153,11 +153,11 @@ def build_work(
     window_left, chunk_size : int
         The positional rules; keys that no row of a tile sees are not visited.
     split_size : int, optional
-        Keys of one split, counted from the level's first key; None balances the work over `workers`.
+        Keys of one split, counted from the level's first key; None cuts so that items are much alike.
     tile_tokens : int
         Most query rows of one item.
-    workers : int
-        How many tasks run at once.
+    shares : int
+        How many items of equal cost the work would make; an item of more than one share is cut.
     trim : bool
         False where row positions are unknown on the host: all keys are visited.
     """
@@ -166,7 +166,7 @@ def build_work(
     if trim:
         _trim(items, places.row_position, window_left, chunk_size)
     items = _only(items, items[KEY_END] > items[KEY_BEGIN])
-    items = _split(items, split_size, workers)
+    items = _split(items, split_size, shares)
     tokens = items[ROW_END] - items[ROW_BEGIN]
     merges = _assign_states(items, places.covered)
     cost = (items[KEY_END] - items[KEY_BEGIN]) * tokens
@@ -183,7 +183,7 @@ def most_work(
     window_left: int = -1,
     split_size: int | None = None,
     tile_tokens: int = 1,
-    workers: int = 1,
+    shares: int = 1,
 ) -> dict[str, int]:
     """Return upper bounds of `WorkList.sizes` over all lengths up to `longest` with the levels' offsets.
 
@@ -200,7 +200,7 @@ def most_work(
         if level.causal and window_left >= 0:
             span = min(longest, window_left + tokens + KEY_ALIGNMENT)
         if split_size is None:
-            more = min(workers * SPLITS_PER_WORKER, tiles * max(0, longest // SMALLEST_SPLIT - 1))
+            more = min(shares, tiles * max(0, longest // SMALLEST_SPLIT - 1))
         else:
             more = tiles * ((span - 1) // split_size + 1 if span else 0)
         items += tiles + more
@@ -284,13 +284,13 @@ def _visible_keys(
     return first, np.maximum(first, end)
 
 
-def _split(items: np.ndarray, split_size: int | None, workers: int) -> np.ndarray:
+def _split(items: np.ndarray, split_size: int | None, shares: int) -> np.ndarray:
     """Cut the items' key ranges at multiples of the split size."""
     begins, ends = items[KEY_BEGIN], items[KEY_END]
     if split_size is None:
         lengths = ends - begins
         cost = lengths * (items[ROW_END] - items[ROW_BEGIN])
-        target = int(cost.sum()) / max(1, workers * SPLITS_PER_WORKER)
+        target = int(cost.sum()) / max(1, shares)
         if cost.max(initial=0) / max(target, 1.0) - 0.25 <= 1:  # a little more than one share stays whole
             return items
         pieces = np.ceil(cost / max(target, 1.0) - 0.25).astype(np.int64)
@@ -364,7 +364,7 @@ def build_gather_work(
     items = np.zeros((WORK_COLUMNS, last - first), np.int64)
     items[ROW_BEGIN], items[ROW_END], items[KEY_END] = rows, rows + 1, counts[first:last]
     items[PAGE_BEGIN], items[KV_LEN] = page_begin[request], kv_lens[request]
-    items = _split(_only(items, items[KEY_END] > 0), split_size, workers)
+    items = _split(_only(items, items[KEY_END] > 0), split_size, workers * SHARES_PER_THREAD)
     covered = np.zeros(total_rows, bool)
     covered[first:last] = True
     merges = _assign_states(items, covered)

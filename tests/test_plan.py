@@ -54,7 +54,7 @@ options_of = st.fixed_dictionaries(
         "chunk_size": st.sampled_from([0, 0, 1, 7, 32]),
         "split_size": st.sampled_from([None, 1, 5, 64]),
         "tile_tokens": st.sampled_from([1, 2, 7, 64]),
-        "workers": st.sampled_from([1, 3, 40]),
+        "shares": st.sampled_from([1, 3, 40]),
     }
 )
 
@@ -142,7 +142,7 @@ def test_a_plan_has_room_for_all_lengths_up_to_its_longest(cascade, options, dat
 
     causal = tuple(level.causal for level in levels)
     rules = PlanRules(1, causal, options["window_left"], options["chunk_size"], options["split_size"])
-    tiling = Tiling(options["tile_tokens"], options["workers"])
+    tiling = Tiling(options["tile_tokens"], options["shares"])
     plan = Plan(bound([np.zeros_like(level.kv_lens) for level in levels]), rows, rules, tiling, max_kv_len=90)
     for _ in range(3):
         plan.update(list(bound([np.array([data.draw(lens_of) for _ in level.kv_lens]) for level in levels])))

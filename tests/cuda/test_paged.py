@@ -111,6 +111,41 @@ def test_matches_the_oracle(case, lent):
     testing.assert_close(result, expected)
 
 
+CLUSTERS = [
+    (16, 16, Case((200,))),
+    (8, 2, Case((300, 0, 40), heads=(8, 2), options=("sinks",))),
+    (8, 8, Case((77, 130), rows=(2, 3), heads=(3, 1), options=("sinks", "alibi_slopes"), values={"window_left": 50})),
+    (8, 2, Case((600, 20, 9), heads=(4, 2), kernels=("paged_decode", "merge_states"), options=("sinks",))),
+    (4, 8, Case((90,), heads=(4, 1), cache="float8_e4m3fn", layout={"dims": (96, 128)}, options=("v_scale",))),
+    (4, 8, Case((150,), q="float32", heads=(2, 1), layout={"dims": (34, 27)}, kernels=("paged_plain",),
+                options=("sinks",))),
+    (4, 4, Case((150,), rows=(2,), options=("rope", "k_scale"), kernels=("paged_plain",))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("multiprocessors", "cluster", "case"), CLUSTERS, ids=str)
+def test_a_cluster_merges_its_blocks(multiprocessors, cluster, case, lent):
+    lent.multiprocessors = multiprocessors
+    q, kv, indptr, options = build(case)
+    plan = nbattn.plan(
+        kv, indptr, num_qo_heads=case.heads[0], window_left=options.get("window_left", -1),
+        causal=options.get("causal", True),
+    )  # fmt: skip
+    assert plan.tiling.cluster == cluster
+    result = nbattn.paged_attention(q, kv, indptr, plan=plan, return_lse=True, **options)
+    merges = {"merge_states"} if 0 in case.kv_lens else set()  # of empty rows
+    assert {family for family, _ in lent.launched} - {"prepare_query"} == {*case.kernels, *merges}
+    testing.assert_close(result, testing.expect(oracle.paged_attention, q, kv, indptr, **options))
+
+
+def test_a_split_size_forbids_clusters(lent):
+    """The bits of a row must not depend on how many requests share the device."""
+    lent.multiprocessors = 16
+    kv = poisoned_cache(np.random.default_rng(4), [100])
+    assert nbattn.plan(kv, num_qo_heads=4).tiling.cluster > 1
+    assert nbattn.plan(kv, num_qo_heads=4, split_size=64).tiling.cluster == 1
+
+
 @pytest.mark.parametrize(
     ("q_dtype", "cache"), [("bfloat16", "bfloat16"), ("float16", "float8_e4m3fn"), ("float32", "float32")]
 )
