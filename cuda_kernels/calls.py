@@ -216,7 +216,7 @@ def paged_kernels(
     if metadata.num_merges:
         lists = tuple(pointers[name] for name in ("merge rows", "merge indptr", "merge slots"))
         layout = metadata.num_merges, 0, q.shape[1], kvs[0].k.shape[2]
-        yield 0, merge_kernel(device, lists, (0, 0), layout, result, out)._replace(overlaps=beside)
+        yield 0, merge_kernel(device, lists, (0, 0), layout, result, out)
 
 
 def run_gather(
@@ -262,7 +262,7 @@ def run_gather(
     device.launch(family, constants, (num_parts * num_kv_heads, -(-group // pairs), 1), values, shared_bytes)
     if parts.splits > 1:
         layout = num_rows, parts.splits, heads, num_kv_heads
-        device.launch(*merge_kernel(device, (0, 0, 0), states, layout, result, out)._replace(overlaps=True))
+        device.launch(*merge_kernel(device, (0, 0, 0), states, layout, result, out))
     return buffers
 
 
@@ -307,7 +307,7 @@ def merge_kernel(
         *(*result[7:10], KINDS["float32"], 1.0, result[10]),
         *result[11:],
     )
-    return KernelCall("merge_states", {"vector": width > 1}, grid, values)
+    return KernelCall("merge_states", {"vector": width > 1}, grid, values, overlaps=True)
 
 
 def packed(device: Any, array: Array, head_dim: int, width: int) -> bool:

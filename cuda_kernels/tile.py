@@ -24,7 +24,6 @@ from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
 from nbattn.indexing import mapped_page, page_and_slot
 from nbattn.scoring import shift, state_weight
 
-
 SHARES = 4  # warps that bring a tile of 16 rows of q together
 
 
