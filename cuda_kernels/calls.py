@@ -20,6 +20,7 @@ from nbattn.cuda_kernels.shapes import (
     CHUNK_BYTES,
     DECODE_ROWS,
     PREFILL_ROWS,
+    decode_shared_bytes,
     head_size_class,
     merge_team,
     needs_full,
@@ -208,6 +209,8 @@ def paged_kernels(
         family, constants, pairs, shared_bytes = paged_specialisation(device, q, kv.k, kv.v, options, segment.tile)
         cluster = 1 if segment.tile == "prefill" else metadata.cluster
         grid = (segment.count * kv.k.shape[2] * cluster, -(-segment.pairs // pairs), 1)
+        if family == "paged_decode" and cluster == 1:
+            shared_bytes = decode_shared_bytes(constants["head_dim"], grid[0] * grid[1] / device.multiprocessors)
         cache_values = _cache_values(device, kv, tables[segment.level], q, options.scale)
         values = (segment.work, *rows, int(beside), *query, *cache_values, *features, *result)
         overlaps = beside or family != "paged_prefill"  # which does not wait before it reads

@@ -61,25 +61,19 @@ def store_four(value, dim, row, qo_head, kv_head, state, result):
 
     They belong to the finished row, or, where it is not negative, to its partial `state`.
     """
-    inside = dim + int32(3) < result.head_dim
     if state >= int32(0):
         slot = int64(state) * int64(result.num_qo_heads) + int64(qo_head)
         address = result.state_v + (slot * int64(result.head_dim) + int64(dim)) * int64(4)
-        if inside and result.head_dim & int32(3) == int32(0):
-            ptx.store_4u32(address, ptx.float_bits(value[0]), ptx.float_bits(value[1]), ptx.float_bits(value[2]),
-                           ptx.float_bits(value[3]))  # fmt: skip
-        else:
-            for e in range(4):
-                if dim + int32(e) < result.head_dim:
-                    ptx.store_f32(address + int64(4 * e), value[e])
+        x0, x1 = ptx.float_bits(value[0]), ptx.float_bits(value[1])
+        x2, x3 = ptx.float_bits(value[2]), ptx.float_bits(value[3])
+        ptx.store_4u32(address, x0, x1, x2, x3)
         return
     item = int64(4) if result.out_kind == F32 else int64(2)
     address = result.out + int64(row) * result.out_row + int64(qo_head) * result.out_head + int64(dim) * item
     plain = result.v_scale == int64(0) and result.gate == int64(0) and result.out_dim == item
-    if not (plain and inside) or address & int64(7) != int64(0) or result.out_kind == F32:
+    if not plain or address & int64(7) != int64(0) or result.out_kind == F32:
         for e in range(4):
-            if dim + int32(e) < result.head_dim:
-                store_result(value[e], dim + int32(e), row, qo_head, kv_head, result)
+            store_result(value[e], dim + int32(e), row, qo_head, kv_head, result)
     else:
         for e in range(4):
             value[e] *= result.v_unit
@@ -298,25 +292,24 @@ def make_write_shares(warps: int, part_rows: int, part_bytes: int) -> Callable:
     def write_shares(
         accumulators, pitch, partials, unit, parts, count, lane, row, qo_head, kv_head, state, result
     ):  # fmt: skip
-        """Write tasks `unit`, ``unit + parts``, ... of the cluster's: 16 dimensions of a row each.
+        """Write tasks `unit`, ``unit + parts``, ... of the cluster's: 16 dimensions of a row each, of a multiple of 16.
 
         Lane i < count gives row i's `row`, `qo_head` and `state` as for `write_rows`. Four lanes hold the dimensions
         of a part, so that the warp reads eight parts at a time.
         """
         weight, value = cuda.local.array(OWN, types.float32), cuda.local.array(4, types.float32)
         words = cuda.local.array(WORDS, types.uint32)
-        group, segments = lane >> int32(2), (result.head_dim + int32(15)) >> int32(4)
+        group, segments = lane >> int32(2), result.head_dim >> int32(4)
         task = unit
         while task < count * segments:
             tile_row = idiv(task, segments)
             dim = ((task - tile_row * segments) << int32(4)) + ((lane & int32(3)) << int32(2))
-            inside = dim < result.head_dim
             at = accumulators + tile_row * pitch + (dim << int32(2))
             for i in range(TURNS):
                 part = group + int32(8 * i)
                 place = at + (part & int32(warps - 1)) * (int32(part_bytes) if part_bytes else pitch)
                 words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3] = ptx.remote_load_4u32_if(
-                    place, part >> int32(WARP_BITS), int32(inside and part < parts)
+                    place, part >> int32(WARP_BITS), int32(part < parts)
                 )
             m, d_sum = weigh_parts(weight, partials, tile_row, parts, lane)
             row_now, head_now = ptx.from_lane_i32(row, tile_row), ptx.from_lane_i32(qo_head, tile_row)
@@ -333,7 +326,7 @@ def make_write_shares(warps: int, part_rows: int, part_bytes: int) -> Callable:
                 for distance in (4, 8, 16):
                     value[e] += ptx.exchange_f32(value[e], int32(distance))
                 value[e] = value[e] * inverse if inverse != float32(0) else float32(0)
-            if inside and group == int32(0):
+            if group == int32(0):
                 store_four(value, dim, row_now, head_now, kv_head, state_now, result)
             if dim == int32(0) and group == int32(0):
                 store_row_lse(row_lse, row_now, head_now, state_now, result)

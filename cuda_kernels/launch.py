@@ -76,6 +76,7 @@ class LoadedKernel:
         self.family, self.threads, self.shared_bytes = family, cubin.threads, cubin.shared_bytes
         self.can_overlap = compute_capability(device) >= (9, 0)
         self._function = self._load(cubin.image, cubin.name)
+        self._allowed = _FREE_SHARED_BYTES
         self._own = Parameters(family)
         self._lock = threading.Lock()  # packing and launching are one step: threads share the parameters
 
@@ -85,12 +86,16 @@ class LoadedKernel:
         function = ctypes.c_void_p()
         check(driver().cuModuleLoadData(ctypes.byref(self._module), image), "cuModuleLoadData")
         check(driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()), "cuModuleGetFunction")
-        if self.shared_bytes > _FREE_SHARED_BYTES:
-            result = driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE, self.shared_bytes)
-            check(result, f"cuFuncSetAttribute({self.shared_bytes} bytes of shared memory)")
         if self.can_overlap:
             check(driver().cuFuncSetAttribute(function, _LARGE_CLUSTERS_ALLOWED, 1), "cuFuncSetAttribute(clusters)")
         return int(function.value or 0)
+
+    def allow_shared(self, size: int) -> None:
+        """Let blocks have `size` bytes of dynamic shared memory."""
+        if size > self._allowed:
+            result = driver().cuFuncSetAttribute(ctypes.c_void_p(self._function), _MAX_DYNAMIC_SHARED_SIZE, size)
+            check(result, f"cuFuncSetAttribute({size} bytes of shared memory)")
+            self._allowed = size
 
     def __call__(self, stream: int, grid: Grid, values: tuple, *how: Any) -> None:
         """Launch on `stream` with `values` in the order of `PARAMETERS`; `how` is what `BoundLaunch` takes."""
@@ -163,7 +168,7 @@ class BoundLaunch:
     parameters : Parameters
     grid : tuple of int
     shared_bytes : int, optional
-        Dynamic shared memory, if less than the kernel's largest.
+        Dynamic shared memory, if not the kernel's own.
     overlaps : bool
         Start before the launch ahead of it on the stream ends, where the device can: the kernel waits by itself.
     cluster : int
@@ -175,6 +180,7 @@ class BoundLaunch:
         overlaps: bool = False, cluster: int = 1,
     ):  # fmt: skip
         shared = kernel.shared_bytes if shared_bytes is None else shared_bytes
+        kernel.allow_shared(shared)
         self._what = f"grid={grid}, threads={kernel.threads}, shared={shared}, cluster={cluster}"
         self._parameters, self._address, self._config = parameters, parameters.address, None
         api = sys.modules["cupy"].cuda.driver  # CuPy's call of the driver takes half the time of one through ctypes

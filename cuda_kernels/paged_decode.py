@@ -1,7 +1,7 @@
 """Split-KV paged attention for few query rows: the (row, head) pairs of one KV head fill a tensor-core tile of 16.
 
-A block takes one work item, one KV head and 16 pairs. Its four warps read interleaved tiles of keys, each through
-its own ring of `cp.async` stages, so no warp waits for another until their four partial softmaxes are merged in shared
+A block takes one work item, one KV head and 16 pairs. Its warps read interleaved tiles of keys, each through
+its own ring of `cp.async` stages, so no warp waits for another until their partial softmaxes are merged in shared
 memory. The result is a partial state, or the finished row where nothing else contributes to it. A cluster of blocks
 shares an item in the same way, its warps' tiles interleaved.
 """
@@ -14,9 +14,8 @@ from numba.cuda import float32, int32, int64, types, uint32
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_write_rows, make_write_shares
-from nbattn.cuda_kernels.formats import CACHE_FORMATS
 from nbattn.cuda_kernels.groups import Pages, Result, Rules
-from nbattn.cuda_kernels.loops import keep_rolled
+from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
 from nbattn.cuda_kernels.rows import (
     KEY_BEGIN,
     KEY_END,
@@ -32,9 +31,8 @@ from nbattn.cuda_kernels.rows import (
     row_and_head,
     work_field,
 )
+from nbattn.cuda_kernels.shapes import LARGEST_CLUSTERED_HEAD, decode_shape
 from nbattn.cuda_kernels.tile import look_up, make_tile
-
-WARPS = 4
 
 
 def make(cache: str, head_dim: int, full: bool) -> Kernel:
@@ -49,8 +47,8 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     full : bool
         Compile soft cap, ALiBi and masks in.
     """
-    KEYS = 32 if head_dim * CACHE_FORMATS[cache].item_bytes <= 128 else 16  # 8 KB a tile at most head sizes
-    STAGES = 3 if head_dim > 128 else 2  # tiles of keys that a warp keeps in its ring
+    KEYS, WARPS, STAGES, BLOCKS = decode_shape(cache, head_dim)
+    MAY_CLUSTER = head_dim <= LARGEST_CLUSTERED_HEAD
     tile = make_tile(cache, head_dim, KEYS, KEYS, shares_query=True)
     STAGE, K_TILE, ITEM = KEYS * (tile.K_ROW + tile.V_ROW), KEYS * tile.K_ROW, tile.ITEM
     ALL = (1 << KEYS) - 1
@@ -69,7 +67,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     has_nonfinite, select_values = tile.has_nonfinite, tile.select_values
     score_tile = make_score_tile(KEYS, 2, full)
     publish = make_publish(tile.out_dim, O_NUMBERS // 4, PITCH)
-    write_rows, write_shares = make_write_rows(WARPS, 16, RING), make_write_shares(WARPS, 16, RING)
+    write_rows, write_shares = make_write_rows(WARPS, 16, RING), make_write_shares(4, 16, RING)
     wait_for_oldest = ptx.WAIT_COPIES[STAGES - 1]
 
     def paged_decode(
@@ -124,6 +122,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         for i in range(2):
             address = ptx.from_lane_i64(q, (lane >> int32(2)) + int32(8 * i))
             read_query_share(words, address, i, q_kind, head_dim_qk, lane, warp)
+            unroll_fully()
         for stage in range(STAGES):
             bits[stage] = uint32(0)
             if int32(key0 + int32(stage) * step) < key_end:
@@ -138,6 +137,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         for i in range(2):
             address = ptx.from_lane_i64(q, (lane >> int32(2)) + int32(8 * i))
             unit[i] = scale * put_query_share(query, words, address, i, q_kind, head_dim_qk, lane, warp)
+            unroll_fully()
         all_low, all_high = set_up_rows(first, end, slope, position, mask_at, own_position, row, qo_head, pair < pairs,
                                         work, item, lane, rules)  # fmt: skip
         ptx.sync_block()
@@ -179,11 +179,13 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
 
         publish(o, m, d_sum, ring, partials + warp * int32(128), lane)
         ptx.arrive_cluster()
+        lane = ptx.from_lane_i32(lane, lane)  # or what follows from it would stay in registers all the while
+        row, qo_head = row_and_head(min(first_pair + lane, pairs - int32(1)), row_begin, kv_head, group_size)
         state = work_field(work, item, STATE)
         state = int32(state + row - row_begin) if state >= int32(0) else state
         count = int32(min(int32(16), pairs - first_pair))
         ptx.wait_cluster()
-        if blocks == int32(1):
+        if blocks == int32(1) or not MAY_CLUSTER:
             write_rows(shared, int32(PITCH), partials, warp, int32(WARPS), count, lane, row, qo_head, kv_head, state,
                        result)  # fmt: skip
         else:
@@ -193,4 +195,4 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             ptx.wait_cluster()  # no block leaves while another reads its shared memory
         ptx.wait_for_earlier()
 
-    return Kernel(paged_decode, 32 * WARPS, 1 if head_dim > 128 else 3, SHARED)
+    return Kernel(paged_decode, 32 * WARPS, BLOCKS, SHARED)

@@ -18,13 +18,23 @@ from nbattn.cuda_kernels.device import Device
 from nbattn.cuda_kernels.gather_parts import cut_lists, cut_lists_at, keep_for_graph, rows_on_device
 from nbattn.cuda_kernels.metadata import PlanMetadata, Room
 from nbattn.cuda_kernels.paged_call import PagedCall
-from nbattn.cuda_kernels.shapes import DECODE_ROWS, LARGEST_CLUSTERED_HEAD, PLAIN_BLOCKS, PREFILL_ROWS, gather_shape
+from nbattn.cuda_kernels.shapes import (
+    CLUSTERED_BYTES,
+    DECODE_ROWS,
+    LARGEST_CLUSTERED_HEAD,
+    PLAIN_BLOCKS,
+    PREFILL_ROWS,
+    decode_shape,
+    gather_shape,
+    head_size_class,
+)
 from nbattn.errors import TargetError
 from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan, Tiling
 from nbattn.problem import Level, Options, Preparation, Problem
 from nbattn.rotary import rope_planes
 
+SHARES_AT_A_TIME = 4  # the number of shares of work is a multiple of it
 BLOCKS_PER_MULTIPROCESSOR = 2  # of the decode tile: see the register table of the tests
 
 _devices: dict[int, Device] = {}
@@ -42,35 +52,40 @@ def current_device() -> Device:
     return found
 
 
-def tiling(levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None) -> Tiling:
-    """Return how work is cut for this target: a wave of resident blocks, a cluster of them a work item and KV head.
+def tiling(
+    levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None, max_kv_len: int | None = None
+) -> Tiling:
+    """Return how work is cut for this target: whole waves of resident blocks, one block a work item and KV head.
 
-    Rows of more than one level, and of a given split size, whose bits must not depend on their neighbours, are not
-    worked on by clusters.
+    Where keys are few, a cluster of blocks takes an item instead and nothing is left to merge. Items of several levels
+    and of a given split size are not for clusters: the latter's bits must not depend on their neighbours.
     """
-    device, num_kv_heads = current_device(), levels[0].kv.num_kv_heads
-    group = num_qo_heads // num_kv_heads
+    device, kv = current_device(), levels[0].kv
+    group = num_qo_heads // kv.num_kv_heads
     rows = [np.diff(np.asarray(level.qo_indptr)) for level in levels]
     longest = max(int(x.max(initial=0)) for x in rows)
-    blocks = device.multiprocessors * BLOCKS_PER_MULTIPROCESSOR
-    if longest * group > DECODE_ROWS:
-        return Tiling(max(1, PREFILL_ROWS // group), max(1, blocks // num_kv_heads))
-    cluster, heads = 1, int(np.count_nonzero(rows[0])) * num_kv_heads
-    if len(levels) == 1 and split_size is None and may_cluster(levels[0].kv):
-        while 2 * cluster * heads <= blocks and 2 * cluster <= device.largest_cluster:
-            cluster *= 2
-    shares = blocks // (num_kv_heads * cluster)
-    if cluster > 1:  # a full cluster has a multiprocessor for each block
-        shares = max(shares // 2, heads // num_kv_heads)
-    return Tiling(max(1, longest), max(1, shares), cluster)
+    is_decode, resident = longest * group <= DECODE_ROWS, BLOCKS_PER_MULTIPROCESSOR
+    size = head_size_class(dtype_name(kv.k), kv.head_dim_qk, kv.head_dim_vo)
+    if is_decode and len(levels) == 1 and size is not None:
+        resident = min(resident, decode_shape(dtype_name(kv.k), size).blocks)
+        if split_size is None and size <= LARGEST_CLUSTERED_HEAD:
+            blocks = device.multiprocessors * resident // kv.num_kv_heads
+            cluster = _cluster(device, kv, blocks, int(np.count_nonzero(rows[0])), max_kv_len)
+            if cluster > 1:
+                return Tiling(max(1, longest), 1, cluster)
+    tokens = longest if is_decode else PREFILL_ROWS // group
+    blocks = device.multiprocessors * resident / (kv.num_kv_heads * SHARES_AT_A_TIME)
+    return Tiling(max(1, tokens), SHARES_AT_A_TIME * max(1, round(blocks)))
 
 
-def may_cluster(kv: PagedKV) -> bool:
-    """Return whether blocks of the kernel for a cache are small enough for several on a multiprocessor.
-
-    Otherwise clusters leave multiprocessors idle: one spans no two groups of them.
-    """
-    return max(kv.head_dim_qk, kv.head_dim_vo) <= LARGEST_CLUSTERED_HEAD
+def _cluster(device: Device, kv: PagedKV, blocks: int, requests: int, max_kv_len: int | None) -> int:
+    """Return how many blocks should share an item, of so many that are resident for each KV head; 1 is no cluster."""
+    key_bytes = kv.k.dtype.itemsize * (kv.head_dim_qk + kv.head_dim_vo)
+    keys = int(kv.kv_lens.max(initial=0)) if max_kv_len is None else max_kv_len
+    cluster = 1
+    while 2 * cluster * requests <= blocks and 2 * cluster <= device.largest_cluster:
+        cluster *= 2
+    return cluster if keys * key_bytes <= CLUSTERED_BYTES * cluster else 1
 
 
 class PlanOnDevice:

@@ -24,7 +24,7 @@ from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
 from nbattn.indexing import mapped_page, page_and_slot
 from nbattn.scoring import shift, state_weight
 
-SHARES = 4  # warps that bring a tile of 16 rows of q together
+SHARES = 4  # parts of a tile of 16 rows of q, each brought by a warp
 
 
 @register_jitable
@@ -161,7 +161,7 @@ def make_tile(
 
     @register_jitable
     def read_query_share(words, address, i, kind, head_dim, lane, warp):
-        """Start loading what the warp, one of `SHARES`, brings of the lane's row number i, if q has the tile's format.
+        """Start loading the warp's share of the lane's row number i, if q has the tile's format.
 
         `put_query_share` then lays it down in shared memory, as `load_query` does with the whole row.
         """
@@ -169,6 +169,7 @@ def make_tile(
             for j in range(SHARE):
                 dim = first_dim(j // 2, j % 2, lane & int32(3)) + warp * int32(8 * SHARE)
                 words[SHARE * i + j] = ptx.load_u32_if(address + int64(dim) * int64(2), int32(dim < head_dim))
+                unroll_fully()
 
     @register_jitable
     def put_query_share(q, words, address, i, kind, head_dim, lane, warp):
@@ -176,8 +177,10 @@ def make_tile(
         if kind != OWN_KIND:
             return load_query(q, address, i, kind, head_dim, lane, warp == int32(0))
         at = q + warp * int32(256 * SHARE) + (lane << int32(4))
-        for j in range(SHARE):
-            ptx.shared_store_u32(at + int32(512 * (j // 2) + 4 * (2 * (j % 2) + i)), words[SHARE * i + j])
+        if warp < int32(SHARES):
+            for j in range(SHARE):
+                ptx.shared_store_u32(at + int32(512 * (j // 2) + 4 * (2 * (j % 2) + i)), words[SHARE * i + j])
+                unroll_fully()
         return float32(1)
 
     @register_jitable
