@@ -159,6 +159,15 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
     ]  # fmt: skip
 
 
+@cache
+def _attributes(overlaps: bool, cluster: int) -> Any:
+    """Return the attributes of launches."""
+    found = [_Attribute(_OVERLAP, 0, (ctypes.c_int * 16)(1))] if overlaps else []
+    if cluster > 1:
+        found.append(_Attribute(_CLUSTER_DIMENSION, 0, (ctypes.c_int * 16)(cluster, 1, 1)))
+    return (_Attribute * len(found))(*found)
+
+
 class BoundLaunch:
     """One launch, of which only the stream is open; an empty grid launches nothing.
 
@@ -182,22 +191,18 @@ class BoundLaunch:
         shared = kernel.shared_bytes if shared_bytes is None else shared_bytes
         kernel.allow_shared(shared)
         self._what = f"grid={grid}, threads={kernel.threads}, shared={shared}, cluster={cluster}"
-        self._parameters, self._address, self._config = parameters, parameters.address, None
+        self._parameters, self._address = parameters, parameters.address
         api = sys.modules["cupy"].cuda.driver  # CuPy's call of the driver takes half the time of one through ctypes
         self._error = api.CUDADriverError
-        self._launch = None
-        attributes = []
-        if overlaps and kernel.can_overlap:
-            attributes.append(_Attribute(_OVERLAP, 0, (ctypes.c_int * 16)(1)))
-        if cluster > 1:
-            attributes.append(_Attribute(_CLUSTER_DIMENSION, 0, (ctypes.c_int * 16)(cluster, 1, 1)))
+        self._launch: Any = None
+        self._config: Any = None  # of cuLaunchKernelEx, where that is called
+        attributes = _attributes(overlaps and kernel.can_overlap, cluster)
         if not all(grid):
             return
         if not attributes:
             self._launch = partial(api.launchKernel, kernel._function, *grid, kernel.threads, 1, 1, shared)
             return
-        array = (_Attribute * len(attributes))(*attributes)
-        self._config = _Config(grid, (kernel.threads, 1, 1), shared, None, array, len(attributes))
+        self._config = _Config(grid, (kernel.threads, 1, 1), shared, None, attributes, len(attributes))
         self._launch = partial(driver().cuLaunchKernelEx, ctypes.byref(self._config),
                                ctypes.c_void_p(kernel._function), ctypes.c_void_p(self._address), None)  # fmt: skip
 

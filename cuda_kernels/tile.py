@@ -161,10 +161,7 @@ def make_tile(
 
     @register_jitable
     def read_query_share(words, address, i, kind, head_dim, lane, warp):
-        """Start loading the warp's share of the lane's row number i, if q has the tile's format.
-
-        `put_query_share` then lays it down in shared memory, as `load_query` does with the whole row.
-        """
+        """Start loading the warp's share of the lane's row number i, if it has the tile's format."""
         if kind == OWN_KIND:
             for j in range(SHARE):
                 dim = first_dim(j // 2, j % 2, lane & int32(3)) + warp * int32(8 * SHARE)
@@ -173,7 +170,7 @@ def make_tile(
 
     @register_jitable
     def put_query_share(q, words, address, i, kind, head_dim, lane, warp):
-        """Finish `read_query_share`, or load q in another format; return what scores are to be multiplied by."""
+        """Lay down in shared memory what `read_query_share` has read, or the whole row; return as `load_query` does."""
         if kind != OWN_KIND:
             return load_query(q, address, i, kind, head_dim, lane, warp == int32(0))
         at = q + warp * int32(256 * SHARE) + (lane << int32(4))
