@@ -18,12 +18,23 @@ from nbattn.cuda_kernels.device import Device
 from nbattn.cuda_kernels.gather_parts import cut_lists, cut_lists_at, keep_for_graph, rows_on_device
 from nbattn.cuda_kernels.metadata import PlanMetadata, Room
 from nbattn.cuda_kernels.paged_call import PagedCall
-from nbattn.cuda_kernels.shapes import DECODE_ROWS, PLAIN_BLOCKS, PREFILL_ROWS, gather_shape
+from nbattn.cuda_kernels.shapes import (
+    CLUSTERED_BYTES,
+    DECODE_ROWS,
+    LARGEST_CLUSTERED_HEAD,
+    PLAIN_BLOCKS,
+    PREFILL_ROWS,
+    decode_shape,
+    gather_shape,
+    head_size_class,
+)
 from nbattn.errors import TargetError
+from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan, Tiling
 from nbattn.problem import Level, Options, Preparation, Problem
 from nbattn.rotary import rope_planes
 
+SHARES_AT_A_TIME = 4  # the number of shares of work is a multiple of it
 BLOCKS_PER_MULTIPROCESSOR = 2  # of either tile: see the register table of the tests
 MOST_DECODE_KEYS = 1000  # of a resident block; more keys that many rows share are faster on the prefill tile
 MOST_KEYS_BESIDE = 2  # of prefill tiles for each of decode tiles: beyond, prefill tiles fill the multiprocessors
@@ -43,8 +54,10 @@ def current_device() -> Device:
     return found
 
 
-def tiling(levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None) -> Tiling:
-    """Return how work is cut for this target: a wave of resident blocks, one block a work item and KV head.
+def tiling(
+    levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None, max_kv_len: int | None = None
+) -> Tiling:
+    """Return how work is cut for this target: whole waves of resident blocks, one block a work item and KV head.
 
     Levels of few rows run on the decode tile. So does a level of many rows, cut into tiles of few, where the tiles'
     keys are soon read: a prefill tile takes eight times the rows, but its launch takes longer. That is decided by the
@@ -67,8 +80,31 @@ def tiling(levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None)
             tile = many
             many_keys += _keys_of_tiles(rows, level.kv.kv_lens, tile)
         tokens.append(tile)
+    if len(levels) == 1 and longest <= few:
+        return _decode_tiling(levels[0].kv, int(np.count_nonzero(rows)), tile, few, split_size, max_kv_len)
     shares, many_shares = (max(1, round(blocks * part)) for part in _parts_of_wave(few_keys, many_keys))
     return Tiling(tuple(tokens), shares, few, many_shares)
+
+
+def _decode_tiling(
+    kv: PagedKV, requests: int, tokens: int, few: int, split_size: int | None, max_kv_len: int | None
+) -> Tiling:
+    """Return how the few rows of one level are cut.
+
+    Where keys are few, a cluster of blocks takes an item and nothing is left to merge. Items of a given split size are
+    not for clusters: their bits must not depend on their neighbours.
+    """
+    device, resident = current_device(), BLOCKS_PER_MULTIPROCESSOR
+    size = head_size_class(dtype_name(kv.k), kv.head_dim_qk, kv.head_dim_vo)
+    if size is not None:
+        resident = min(resident, decode_shape(dtype_name(kv.k), size).blocks)
+        if split_size is None and size <= LARGEST_CLUSTERED_HEAD:
+            blocks = device.multiprocessors * resident // kv.num_kv_heads
+            cluster = _cluster(device, kv, blocks, requests, max_kv_len)
+            if cluster > 1:
+                return Tiling((tokens,), 1, few, cluster=cluster)
+    blocks = device.multiprocessors * resident / (kv.num_kv_heads * SHARES_AT_A_TIME)
+    return Tiling((tokens,), SHARES_AT_A_TIME * max(1, round(blocks)), few)
 
 
 def _parts_of_wave(few_keys: int, many_keys: int) -> tuple[float, float]:
@@ -89,6 +125,16 @@ def _keys_of_tiles(rows: np.ndarray, kv_lens: np.ndarray, tile: int) -> int:
     return int((-(-rows // tile) * kv_lens).sum())
 
 
+def _cluster(device: Device, kv: PagedKV, blocks: int, requests: int, max_kv_len: int | None) -> int:
+    """Return how many blocks should share an item, of so many that are resident for each KV head; 1 is no cluster."""
+    key_bytes = kv.k.dtype.itemsize * (kv.head_dim_qk + kv.head_dim_vo)
+    keys = int(kv.kv_lens.max(initial=0)) if max_kv_len is None else max_kv_len
+    cluster = 1
+    while 2 * cluster * requests <= blocks and 2 * cluster <= device.largest_cluster:
+        cluster *= 2
+    return cluster if keys * key_bytes <= CLUSTERED_BYTES * cluster else 1
+
+
 class PlanOnDevice:
     """A plan's device buffers; `Plan.update` refills them, so that replayed graphs see it."""
 
@@ -105,7 +151,9 @@ class PlanOnDevice:
         if all(capacity.get(name, size) <= size for name, size in plan.work_list.sizes().items()):
             room = Room(pages=room.pages)  # nothing may grow: nothing is padded
         tokens = max(*plan.tiling.tokens, plan.work_list.max_tokens)
-        self.metadata = PlanMetadata(device, group_size=group, tokens=tokens, room=room, **_integers(plan, levels))
+        self.metadata = PlanMetadata(
+            device, group_size=group, tokens=tokens, cluster=plan.tiling.cluster, room=room, **_integers(plan, levels)
+        )
 
     def refill(self, plan: Plan, levels: tuple[Level, ...]) -> None:
         """Copy an updated plan into the same buffers."""
