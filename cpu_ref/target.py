@@ -83,6 +83,8 @@ class TaskList:
 class PagedCall:
     """A paged problem in which all is settled but the addresses of its arrays: a plan repeats it for every layer."""
 
+    follows_plan = False
+
     def __init__(self, problem: Problem, plan: Plan, q: np.ndarray, scale: float):
         kv, options, number = problem.levels[0].kv, problem.options, problem.number
         if plan.on_target is None:

@@ -95,10 +95,13 @@ def csr_table_of(
             f"{form.lens}: must have {indptr.size - 1} entries (one per request of {form.indptr}),"
             f" got {last_page_len.size}."
         )
-    raise_first(indptr_faults(indptr, kv_indices.shape[0], form))
-    pages = indptr[1:] - indptr[:-1]
-    lens = np.where(pages > 0, (pages - 1) * page_size + last_page_len, 0)  # no page: whatever last_page_len says
-    return _checked(indptr, kv_indices[: int(indptr[-1])], lens, page_size, num_pages, form)
+    pages, entries = indptr[1:] - indptr[:-1], kv_indices.shape[0]
+    if not _are_offsets(indptr, pages, entries):
+        raise_first(indptr_faults(indptr, entries, form))
+    lens = (pages - 1) * page_size + last_page_len
+    lens[pages == 0] = 0  # whatever last_page_len says
+    used = int(indptr[-1])
+    return _checked(indptr, kv_indices if used == entries else kv_indices[:used], lens, page_size, num_pages, form)
 
 
 def block_table(table: Array, kv_lens: Array, k: Array, form: TableForm = BLOCK_TABLE) -> PageTable:
@@ -144,11 +147,10 @@ def table_faults(
 ) -> Iterator[str]:
     """Yield a message per broken rule; ids on a device are not looked at."""
     indptr, lens = indptr.astype(np.int64, copy=False), lens.astype(np.int64, copy=False)
-    broken = list(indptr_faults(indptr, ids.shape[0], form))
-    yield from broken
-    if broken:  # nobody can say which entries belong to whom
-        return
     capacity = indptr[1:] - indptr[:-1]
+    if not _are_offsets(indptr, capacity, ids.shape[0]):  # nobody can say which entries belong to whom
+        yield from indptr_faults(indptr, ids.shape[0], form)
+        return
     yield from _length_faults(indptr, capacity, lens, page_size, form)
     if library_of(ids) != "numpy":
         return
@@ -157,6 +159,11 @@ def table_faults(
     elif ids.size and ids.max() >= num_pages:  # padding may hold anything: look closer
         used = np.clip(-(-lens // page_size), 0, capacity)
         yield from _id_faults(indptr, ids, used, page_size, num_pages, form)
+
+
+def _are_offsets(indptr: np.ndarray, counts: np.ndarray, entries: int) -> bool:
+    """Return whether `indptr_faults` has nothing to say of offsets and of their differences."""
+    return bool(indptr[0] == 0 and indptr[-1] <= entries and (counts.size == 0 or counts.min() >= 0))
 
 
 def indptr_faults(indptr: np.ndarray, entries: int, form: TableForm) -> Iterator[str]:

@@ -124,7 +124,7 @@ class Plan:
                 f"Plan.update: must keep {len(self.rules.causal)} level(s) and at most {self.num_rows} rows, "
                 f"got {len(levels)} and {num_rows}."
             )
-        before = self.lengths, self.places, self.work_list
+        before, call = (self.lengths, self.places, self.work_list), self.last_call
         self._fill(levels, start, positions)
         sizes = self._sizes(levels)
         over = [key for key in sizes if sizes[key] > self.capacity[key]]
@@ -136,6 +136,9 @@ class Plan:
             )
         if self.on_target is not None:
             self.on_target.refill(self, levels)
+        same_rows = all(np.array_equal(x.qo_indptr, y.qo_indptr) for x, y in zip(before[0], self.lengths, strict=True))
+        if call is not None and same_rows and start is None and positions is None:
+            self.last_call = call.after_update([level.kv.table for level in levels])
 
     def _sizes(self, levels: tuple[Any, ...]) -> dict[str, int]:
         entries = max(int(level.kv.kv_indptr[-1]) for level in levels)

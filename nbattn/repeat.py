@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from nbattn.arrays import Array, Form, form_of, has_form, library_of
 from nbattn.kv_cache import PagedKV
-from nbattn.problem import Level, PlainOptions, Problem
+from nbattn.problem import ArrayOptions, Level, PlainOptions, Problem
 
 if TYPE_CHECKING:
     from nbattn.planning import Plan
@@ -32,6 +32,7 @@ class Launch(Protocol):
     """A target's side of a checked call: everything is settled but where its arrays lie."""
 
     address: Callable[[Array], int]
+    follows_plan: bool  # lengths and page ids are read where `Plan.update` writes them
 
     def __call__(self, addresses: tuple[int, ...], options: tuple[int, ...] = ()) -> bool:
         """Run on the arrays at `addresses`: q, out, lse (0 if none), then K and V of every level.
@@ -82,6 +83,16 @@ class RememberedCall:
             pages += (address(kv.k), address(kv.v))
         return self.over(pages, q, arrays, out, lse)
 
+    def after_update(self, tables: list[Any]) -> RememberedCall | None:
+        """Return the call over the tables for which its plan was refilled, the rows being the same.
+
+        None where more than lengths and page ids was settled: by the target, or for a mask, which has a size.
+        """
+        if not self.launch.follows_plan or self.arrays[_ATTN_MASK] is not None:
+            return None
+        levels = tuple(level._replace(table=table) for level, table in zip(self.levels, tables, strict=True))
+        return replace(self, levels=levels)
+
     def over(self, pages: list[int], q: Array, arrays: tuple[Any, ...], out: Any, lse: Any) -> Any:
         """Run over K and V at `pages`, which have the forms of the call's, if the other arrays have theirs too."""
         options: tuple[int, ...] = ()
@@ -107,6 +118,7 @@ class RememberedCall:
 
 
 _RETURN_LSE = PlainOptions._fields.index("return_lse")
+_ATTN_MASK = ArrayOptions._fields.index("attn_mask")
 
 
 def remember(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,14 @@ class LevelLengths:
     qo_indptr: np.ndarray
     causal: bool
 
+    @cached_property
+    def rows(self) -> tuple[slice, np.ndarray | None]:
+        """Which rows the level reaches, and how many each request has; None for one each."""
+        first, last = int(self.qo_indptr[0]), int(self.qo_indptr[-1])
+        counts = self.qo_indptr[1:] - self.qo_indptr[:-1]
+        single = last - first == len(counts) and counts.max(initial=1) == 1
+        return slice(first, last), None if single else counts
+
 
 @dataclass(frozen=True)
 class Positions:
@@ -61,6 +70,8 @@ class Positions:
         Per level: absolute position of its key 0, for each row.
     covered : bool array, shape [total_rows]
         Rows that some level reaches.
+    all_last : bool
+        Whether every row stands where its last key does: causality hides none.
     """
 
     row_position: np.ndarray
@@ -69,6 +80,7 @@ class Positions:
     key_base: list[np.ndarray]
     key_position: list[np.ndarray]
     covered: np.ndarray
+    all_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,11 +105,14 @@ class WorkList:
 
 def place_rows(levels: list[LevelLengths], total_rows: int, kv_start: Any = None, q_positions: Any = None) -> Positions:
     """Return where every row and every level's key 0 stand."""
+    reached, counts = levels[0].rows
+    if len(levels) == 1 and counts is None and reached == slice(0, total_rows):
+        return _place_decode_rows(levels[0], total_rows, kv_start, q_positions)
     covered = np.zeros(total_rows, bool)
     keys_above = np.zeros(total_rows, np.int64)
     key_base = []
     for level in levels:
-        reached, counts = _rows_of(level)
+        reached, counts = level.rows
         key_base.append(keys_above)
         keys_above = keys_above.copy()
         keys_above[reached] += _spread(level.kv_lens, counts)
@@ -121,12 +136,14 @@ def place_rows(levels: list[LevelLengths], total_rows: int, kv_start: Any = None
     )
 
 
-def _rows_of(level: LevelLengths) -> tuple[slice, np.ndarray | None]:
-    """Return which rows a level reaches, and how many each request has; None for one each."""
-    first, last = int(level.qo_indptr[0]), int(level.qo_indptr[-1])
-    counts = level.qo_indptr[1:] - level.qo_indptr[:-1]
-    single = last - first == len(counts) and counts.max(initial=1) == 1
-    return slice(first, last), None if single else counts
+def _place_decode_rows(level: LevelLengths, total_rows: int, kv_start: Any, q_positions: Any) -> Positions:
+    """Return `place_rows` of one row for each request of one level."""
+    nothing = np.zeros(total_rows, np.int64)
+    start = nothing if kv_start is None else np.asarray(kv_start, np.int64)
+    position = start + level.kv_lens - 1 if q_positions is None else np.asarray(q_positions, np.int64)
+    index, request = np.zeros(total_rows, np.int32), np.arange(total_rows, dtype=np.int32)
+    covered = np.ones(total_rows, bool)
+    return Positions(position.astype(np.int32), request, index, [nothing], [start], covered, q_positions is None)
 
 
 def _spread(values: np.ndarray, counts: np.ndarray | None) -> np.ndarray:
@@ -145,7 +162,6 @@ def build_work(
     shares: int = 1,
     few_tokens: int = 0,
     many_shares: int = 0,
-    trim: bool = True,
 ) -> WorkList:
     """Cut every level's rows into tiles and their keys into splits.
 
@@ -165,17 +181,16 @@ def build_work(
     few_tokens, many_shares : int
         If not 0, items of up to `few_tokens` rows belong to one kernel and larger ones to another, whose work is to
         make `many_shares`. Each takes a tile of rows as fast as one row: an item costs its keys.
-    trim : bool
-        False where row positions are unknown on the host: all keys are visited.
     """
     runs = [_runs_of_level(i, level, places, tile_tokens[i]) for i, level in enumerate(levels)]
     items = runs[0] if len(runs) == 1 else np.concatenate(runs, axis=1)
-    if trim:
+    if window_left >= 0 or chunk_size > 0 or not places.all_last:
         _trim(items, places.row_position, window_left, chunk_size)
-    items = _only(items, items[KEY_END] > items[KEY_BEGIN])
-    items = _split(items, split_size, shares, few_tokens, many_shares)
+    whole = _only(items, items[KEY_END] > items[KEY_BEGIN])
+    items = _split(whole, split_size, shares, few_tokens, many_shares)
     tokens = items[ROW_END] - items[ROW_BEGIN]
-    merges = _assign_states(items, places.covered)
+    is_direct = items is whole and len(levels) == 1 and int(tokens.sum()) == len(places.covered)
+    merges = _without_states(items, np.zeros(0, np.int32)) if is_direct else _assign_states(items, places.covered)
     cost = (items[KEY_END] - items[KEY_BEGIN]) * tokens
     work = items.T.astype(np.int32, order="C")
     if (cost[1:] > cost[:-1]).any():
@@ -220,7 +235,7 @@ def most_work(
 
 def _runs_of_level(number: int, level: LevelLengths, places: Positions, tile_tokens: int) -> np.ndarray:
     """Return one item per tile of rows that share their request and the position of its key 0: [columns, items]."""
-    reached, counts = _rows_of(level)
+    reached, counts = level.rows
     first, last = reached.start, reached.stop
     if counts is None and number == 0:  # decode: one row, one tile
         begin, end, request = level.qo_indptr[:-1], level.qo_indptr[1:], slice(None)
@@ -335,8 +350,7 @@ def _assign_states(items: np.ndarray, covered: np.ndarray) -> tuple[np.ndarray, 
     contributions = np.cumsum(edges[:-1])
     empty = np.flatnonzero(covered & (contributions == 0))
     if contributions.max(initial=0) <= 1:
-        items[STATE] = -1
-        return empty.astype(np.int32), np.zeros(len(empty) + 1, np.int32), np.zeros(0, np.int32), 0
+        return _without_states(items, empty.astype(np.int32))
     shared_rows = np.concatenate([[0], np.cumsum(contributions > 1)])
     shared = shared_rows[ends] > shared_rows[begins]
     tokens = np.where(shared, ends - begins, 0)
@@ -351,6 +365,12 @@ def _assign_states(items: np.ndarray, covered: np.ndarray) -> tuple[np.ndarray, 
     np.cumsum(counts[rows], out=merge_indptr[1 : len(rows) + 1])
     merge_indptr[len(rows) + 1 :] = len(row)
     return merge_rows, merge_indptr, np.argsort(row, kind="stable").astype(np.int32), len(row)
+
+
+def _without_states(items: np.ndarray, empty: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Let items write their rows; the `empty` rows, which none reaches, are merges of nothing."""
+    items[STATE] = -1
+    return empty, np.zeros(len(empty) + 1, np.int32), np.zeros(0, np.int32), 0
 
 
 def build_gather_work(

@@ -161,6 +161,42 @@ def test_threads_and_streams_share_a_plan(problem, lent, monkeypatch):
     assert len(plan.last_call.launch._states) == 2
 
 
+def paged(rng, pool, lengths):
+    ids = rng.permutation(len(pool))[: 2 * 4].reshape(2, 4).astype(np.int32)
+    return nbattn.PagedKV.from_block_table(pool[:, 0], pool[:, 1], ids, np.array(lengths, np.int32))
+
+
+def test_a_call_outlives_an_update_of_lengths_and_pages(lent):
+    rng = np.random.default_rng(8)
+    pool = numbers(rng, (9, 2, 16, 2, DIM), "bfloat16")
+    q, first = numbers(rng, (2, HEADS, DIM), "bfloat16"), paged(rng, pool, [20, 9])
+    plan = nbattn.plan(first, num_qo_heads=HEADS, max_kv_len=64, split_size=16)
+    nbattn.paged_attention(q, first, plan=plan, return_lse=True)
+    launch = plan.last_call.launch
+    for lengths in ([64, 3], [0, 33]):
+        kv = paged(rng, pool, lengths)
+        plan.update(kv)
+        agrees(nbattn.paged_attention(q, kv, plan=plan, return_lse=True), q, kv)
+        assert plan.last_call.launch is launch
+    with pytest.raises(ContractError, match="plan: must be made for this call's lengths"):
+        nbattn.paged_attention(q, paged(rng, pool, [1, 1]), plan=plan)
+
+
+@pytest.mark.parametrize("change", ["rows", "mask", "positions", "table"])
+def test_a_call_does_not_outlive_other_updates(lent, change):
+    rng = np.random.default_rng(9)
+    pool = numbers(rng, (9, 2, 16, 2, DIM), "bfloat16")
+    q, first, second = numbers(rng, (3, HEADS, DIM), "bfloat16"), paged(rng, pool, [20, 9]), paged(rng, pool, [21, 40])
+    mask = {"attn_mask": np.ones((1, 40), bool)} if change == "mask" else {}
+    plan = nbattn.plan(first, np.array([0, 1, 3]), num_qo_heads=HEADS, max_kv_len=64)
+    for called in (first, paged(rng, pool, [20, 9]) if change == "table" else first):
+        nbattn.paged_attention(q, called, np.array([0, 1, 3]), plan=plan, **mask)
+    assert plan.last_call is not None
+    offsets = np.array([0, 2, 3] if change == "rows" else [0, 1, 3])
+    plan.update(second, offsets, kv_start=np.array([1, 2]) if change == "positions" else None)
+    assert plan.last_call is None
+
+
 def cascade(rng, q_rows=3):
     pool = numbers(rng, (6, 2, 16, 2, DIM), "bfloat16")
     wrapper = nbattn.MultiLevelCascadeAttentionWrapper(2)
