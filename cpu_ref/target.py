@@ -33,7 +33,9 @@ K_ADDRESS, V_ADDRESS = 0, 4  # in a row of the kernels' table of levels
 READ_RATE, DOT_RATE = 16.0, 50.0  # bytes and multiply-adds per nanosecond of one thread, roughly
 
 
-def tiling(levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None) -> Tiling:
+def tiling(
+    levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None, max_kv_len: int | None = None
+) -> Tiling:
     """Return how work is cut for this target."""
     group = num_qo_heads // levels[0].kv.num_kv_heads
     longest = max(int(np.diff(level.qo_indptr).max(initial=0)) for level in levels)

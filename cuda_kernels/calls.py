@@ -20,6 +20,7 @@ from nbattn.cuda_kernels.shapes import (
     CHUNK_BYTES,
     DECODE_ROWS,
     PREFILL_ROWS,
+    decode_shared_bytes,
     head_size_class,
     merge_team,
     needs_full,
@@ -171,13 +172,23 @@ def paged_specialisation(
 
 
 class KernelCall(NamedTuple):
-    """What `Device.launch` takes."""
+    """What `Device.launch` takes.
+
+    Attributes
+    ----------
+    overlaps : bool
+        Whether it may start before the kernel ahead of it ends: it waits for that one's results by itself.
+    cluster : int
+        Neighbouring blocks that form a cluster.
+    """
 
     family: str
     constants: dict[str, Any]
     grid: tuple[int, int, int]
     values: tuple
     shared_bytes: int | None = None
+    overlaps: bool = False
+    cluster: int = 1
 
 
 def paged_kernels(
@@ -192,13 +203,19 @@ def paged_kernels(
     rows = (pointers["position"], pointers["request"], pointers["index"])
     query, features = _query_values(device, q), _feature_values(device, options)
     result = result_values(device, (0, 0), out, lse, options)
+    beside = False
     for segment in metadata.segments:
         kv = kvs[segment.level]
         family, constants, pairs, shared_bytes = paged_specialisation(device, q, kv.k, kv.v, options, segment.tile)
-        grid = (segment.count * kv.k.shape[2], -(-segment.pairs // pairs), 1)
+        cluster = 1 if segment.tile == "prefill" else metadata.cluster
+        grid = (segment.count * kv.k.shape[2] * cluster, -(-segment.pairs // pairs), 1)
+        if family == "paged_decode" and cluster == 1:
+            shared_bytes = decode_shared_bytes(constants["head_dim"], grid[0] * grid[1] / device.multiprocessors)
         cache_values = _cache_values(device, kv, tables[segment.level], q, options.scale)
-        values = (segment.work, *rows, *query, *cache_values, *features, *result)
-        yield segment.level, KernelCall(family, constants, grid, values, shared_bytes)
+        values = (segment.work, *rows, int(beside), *query, *cache_values, *features, *result)
+        overlaps = beside or family != "paged_prefill"  # which does not wait before it reads
+        yield segment.level, KernelCall(family, constants, grid, values, shared_bytes, overlaps, cluster)
+        beside = beside or all(grid)
     if metadata.num_merges:
         lists = tuple(pointers[name] for name in ("merge rows", "merge indptr", "merge slots"))
         layout = metadata.num_merges, metadata.most_states, q.shape[1], kvs[0].k.shape[2]
@@ -248,7 +265,7 @@ def run_gather(
     device.launch(family, constants, (num_parts * num_kv_heads, -(-group // pairs), 1), values, shared_bytes)
     if parts.splits > 1:
         layout = num_rows, parts.splits, heads, num_kv_heads
-        device.launch(*merge_kernel(device, (0, 0, 0), states, layout, result, out), overlaps=True)
+        device.launch(*merge_kernel(device, (0, 0, 0), states, layout, result, out))
     return buffers
 
 
@@ -294,7 +311,7 @@ def merge_kernel(
         *(*result[7:10], KINDS["float32"], 1.0, result[10]),
         *result[11:],
     )
-    return KernelCall("merge_states", {"vector": width > 1}, grid, values)
+    return KernelCall("merge_states", {"vector": width > 1}, grid, values, overlaps=True)
 
 
 def packed(device: Any, array: Array, head_dim: int, width: int) -> bool:

@@ -33,6 +33,15 @@ ComputeCapability = tuple[int, int]
 
 _SHARED_SOURCES = ("indexing.py", "scoring.py")  # modules of nbattn that kernels inline
 _TOOLCHAIN = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink")
+_BEFORE_HOPPER = {  # kernels cannot overlap, and every block is a cluster of its own
+    r"griddepcontrol\.\w+;|barrier\.cluster\.arrive[\w.]*;": "",
+    r"barrier\.cluster\.wait[\w.]*;": "bar.sync 0;",
+    r"%clusterid\.x": "%ctaid.x",
+    r"%cluster_ctarank": "0",
+    r"%cluster_nctarank": "1",
+    r"mapa\.shared::cluster\.u32 (\w+), (\S+), \S+;": r"mov.b32 \1, \2;",
+    r"ld\.shared::cluster": "ld.shared",
+}
 _MAGIC = b"nbattn cubin 1\n"
 
 
@@ -182,8 +191,9 @@ def to_ptx(family: str, constants: dict[str, Any], cc: ComputeCapability, name: 
         )
     text = ptx.decode() if isinstance(ptx, bytes) else ptx
     entry = text.split(".visible .entry ", 1)[1].split("(", 1)[0]
-    if cc < (9, 0):  # which cannot overlap kernels
-        text = re.sub(r"\n\s*griddepcontrol\.\w+;", "\n", text)
+    if cc < (9, 0):
+        for pattern, older in _BEFORE_HOPPER.items():
+            text = re.sub(pattern, older, text)
     return kernel, text.replace(entry, name)
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nbattn.cuda_kernels import launch
+from nbattn.cuda_kernels.shapes import LARGEST_CLUSTER, PORTABLE_CLUSTER
+
+if TYPE_CHECKING:
+    from nbattn.cuda_kernels.calls import KernelCall
 
 
 class Device:
@@ -16,7 +20,8 @@ class Device:
     def __init__(self) -> None:
         self.cupy = launch.cupy()
         self.number = int(self.cupy.cuda.runtime.getDevice())
-        launch.compute_capability(self.number)
+        capability = launch.compute_capability(self.number)
+        self.largest_cluster = LARGEST_CLUSTER if capability[0] == 9 else PORTABLE_CLUSTER if capability[0] > 9 else 1
         self.multiprocessors = int(self.cupy.cuda.Device(self.number).attributes["MultiProcessorCount"])
 
     def holds(self, array: Any) -> bool:
@@ -78,17 +83,13 @@ class Device:
 
     def launch(
         self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,
-        shared_bytes: int | None = None, overlaps: bool = False,
+        shared_bytes: int | None = None, overlaps: bool = False, cluster: int = 1,
     ) -> None:  # fmt: skip
-        """Run a kernel of `nbattn.cuda_kernels` on the current stream; `shared_bytes` below its largest is its own."""
-        launch.kernel(family, self.number, **constants)(grid, self.stream(), values, shared_bytes, overlaps)
+        """Run a `calls.KernelCall` on the current stream; `shared_bytes` below the kernel's largest are its own."""
+        kernel = launch.kernel(family, self.number, **constants)
+        kernel(self.stream(), grid, values, shared_bytes, overlaps, cluster)
 
-    def bind(
-        self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,
-        shared_bytes: int | None, cells: Any, places: dict[str, int], overlaps: bool,
-    ) -> Callable[[int], None]:  # fmt: skip
-        """Return what runs a kernel on a given stream; parameters named in `places` are read from `cells` each time.
-
-        One that `overlaps` may start before the kernel ahead of it ends; the paged kernels and the merge allow that.
-        """
-        return launch.kernel(family, self.number, **constants).bind(grid, values, shared_bytes, cells, places, overlaps)
+    def bind(self, call: KernelCall, cells: Any, places: dict[str, int]) -> Callable[[int], None]:
+        """Return what runs a kernel on a given stream; parameters named in `places` are read from `cells` each time."""
+        family, constants, *how = call
+        return launch.kernel(family, self.number, **constants).bind(cells, places, *how)

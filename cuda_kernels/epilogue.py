@@ -11,6 +11,8 @@ from numba.extending import register_jitable
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.formats import BF16, F32, load_number, store_number
 from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
+from nbattn.cuda_kernels.shapes import LARGEST_CLUSTER
+from nbattn.indexing import idiv
 from nbattn.scoring import LOG2E, exp2, shift, state_weight
 
 EMPTY = float32(-float("inf"))  # the maximum and the lse of a row that has kept nothing
@@ -51,6 +53,46 @@ def store_result(value, dim, row, qo_head, kv_head, result):
     value = finished(value, dim, row, qo_head, kv_head, result)
     address = result.out + int64(row) * result.out_row + int64(qo_head) * result.out_head
     store_number(address + int64(dim) * result.out_dim, result.out_kind, value)
+
+
+@register_jitable
+def store_four(value, dim, row, qo_head, kv_head, state, result):
+    """Store four neighbouring numbers of a row, by one instruction where that is possible.
+
+    They belong to the finished row, or, where it is not negative, to its partial `state`.
+    """
+    if state >= int32(0):
+        slot = int64(state) * int64(result.num_qo_heads) + int64(qo_head)
+        address = result.state_v + (slot * int64(result.head_dim) + int64(dim)) * int64(4)
+        x0, x1 = ptx.float_bits(value[0]), ptx.float_bits(value[1])
+        x2, x3 = ptx.float_bits(value[2]), ptx.float_bits(value[3])
+        ptx.store_4u32(address, x0, x1, x2, x3)
+        return
+    item = int64(4) if result.out_kind == F32 else int64(2)
+    address = result.out + int64(row) * result.out_row + int64(qo_head) * result.out_head + int64(dim) * item
+    plain = result.v_scale == int64(0) and result.gate == int64(0) and result.out_dim == item
+    if not plain or address & int64(7) != int64(0) or result.out_kind == F32:
+        for e in range(4):
+            store_result(value[e], dim + int32(e), row, qo_head, kv_head, result)
+    else:
+        for e in range(4):
+            value[e] *= result.v_unit
+        if result.out_kind == BF16:
+            low, high = ptx.pack_bf16(value[0], value[1]), ptx.pack_bf16(value[2], value[3])
+        else:
+            low, high = ptx.pack_f16(value[0], value[1]), ptx.pack_f16(value[2], value[3])
+        ptx.store_2u32(address, low, high)
+
+
+@register_jitable
+def store_row_lse(row_lse, row, qo_head, state, result):
+    """Store a row's log-sum-exp in base 2: with its partial `state`, or, if that is negative, as it is asked for."""
+    if state >= int32(0):
+        slot = int64(state) * int64(result.num_qo_heads) + int64(qo_head)
+        ptx.store_f32(result.state_s + slot * int64(4), row_lse)
+    elif result.lse != int64(0):
+        address = result.lse + int64(row) * result.lse_row + int64(qo_head) * result.lse_head
+        ptx.store_f32(address, row_lse * result.lse_unit)
 
 
 def make_publish(out_dim: Callable, out_tiles: int, pitch: int, rows: int = 2) -> Callable:
@@ -113,26 +155,11 @@ def make_store_states(widened: bool, out_tiles: int, rows: int) -> Callable:
     return store_states
 
 
-def make_write_rows(warps: int, rows: int) -> Callable:
-    """Return the function by which a warp merges and writes what `warps` warps published of `rows` rows, at most 32."""
+def make_write_rows(warps: int, rows: int, part_bytes: int = 0) -> Callable:
+    """Return the function by which a warp merges and writes what `warps` warps published of `rows` rows, at most 32.
 
-    @register_jitable
-    def store_four(value, dim, row, qo_head, kv_head, result):
-        """Store four neighbouring numbers of a finished row, by one instruction where that is possible."""
-        item = int64(4) if result.out_kind == F32 else int64(2)
-        address = result.out + int64(row) * result.out_row + int64(qo_head) * result.out_head + int64(dim) * item
-        plain = result.v_scale == int64(0) and result.gate == int64(0) and result.out_dim == item
-        if not plain or address & int64(7) != int64(0) or result.out_kind == F32:
-            for e in range(4):
-                store_result(value[e], dim + int32(e), row, qo_head, kv_head, result)
-        else:
-            for e in range(4):
-                value[e] *= result.v_unit
-            if result.out_kind == BF16:
-                low, high = ptx.pack_bf16(value[0], value[1]), ptx.pack_bf16(value[2], value[3])
-            else:
-                low, high = ptx.pack_f16(value[0], value[1]), ptx.pack_f16(value[2], value[3])
-            ptx.store_2u32(address, low, high)
+    The accumulators of warp i lie ``i * part_bytes`` behind those of warp 0, its `partials` ``[i, rows, 2]``.
+    """
 
     @register_jitable
     def write_rows(
@@ -158,18 +185,13 @@ def make_write_rows(warps: int, rows: int) -> Callable:
         inverse, row_lse = normalise(m, d_sum, int64(0) if partial else result.sinks, qo_head)
         for w in range(warps):
             weight[w] = weight[w] * inverse if inverse != float32(0) else float32(0)
-        slot = int64(state) * int64(result.num_qo_heads) + int64(qo_head)
         if lane < count and begin == int32(0):
-            if partial:
-                ptx.store_f32(result.state_s + slot * int64(4), row_lse)
-            elif result.lse != int64(0):
-                address = result.lse + int64(row) * result.lse_row + int64(qo_head) * result.lse_head
-                ptx.store_f32(address, row_lse * result.lse_unit)
+            store_row_lse(row_lse, row, qo_head, state, result)
         value, factor = cuda.local.array(4, types.float32), cuda.local.array(warps, types.float32)
         tile_row = begin
         while tile_row < count:
             row_now, head_now = ptx.from_lane_i32(row, tile_row), ptx.from_lane_i32(qo_head, tile_row)
-            target = result.state_v + ptx.from_lane_i64(slot, tile_row) * int64(result.head_dim * int32(4))
+            state_now = ptx.from_lane_i32(state, tile_row)
             for w in range(warps):
                 factor[w] = ptx.from_lane_f32(weight[w], tile_row)
             dim = int32(4) * lane
@@ -178,18 +200,13 @@ def make_write_rows(warps: int, rows: int) -> Callable:
                     value[e] = float32(0)
                 for w in range(warps):
                     if factor[w] != float32(0):  # a warp without keys has summed nothing
-                        at = accumulators + (int32(rows * w) + tile_row) * pitch + dim * int32(4)
+                        at = accumulators + int32(w * part_bytes) + tile_row * pitch + dim * int32(4)
                         x0, x1, x2, x3 = ptx.shared_load_4u32(at)
                         value[0] += factor[w] * ptx.bits_float(x0)
                         value[1] += factor[w] * ptx.bits_float(x1)
                         value[2] += factor[w] * ptx.bits_float(x2)
                         value[3] += factor[w] * ptx.bits_float(x3)
-                if partial:
-                    x0, x1 = ptx.float_bits(value[0]), ptx.float_bits(value[1])
-                    x2, x3 = ptx.float_bits(value[2]), ptx.float_bits(value[3])
-                    ptx.store_4u32(target + int64(dim) * int64(4), x0, x1, x2, x3)
-                else:
-                    store_four(value, dim, row_now, head_now, kv_head, result)
+                store_four(value, dim, row_now, head_now, kv_head, state_now, result)
                 dim += int32(128)
                 keep_rolled()
             tile_row += step
@@ -221,11 +238,7 @@ def make_write_row(warps: int, rows: int) -> Callable:
         inverse, row_lse = normalise(m, d_sum, int64(0) if partial else result.sinks, qo_head)
         slot = int64(state) * int64(result.num_qo_heads) + int64(qo_head)
         if lane == int32(0):
-            if partial:
-                ptx.store_f32(result.state_s + slot * int64(4), row_lse)
-            elif result.lse != int64(0):
-                address = result.lse + int64(row) * result.lse_row + int64(qo_head) * result.lse_head
-                ptx.store_f32(address, row_lse * result.lse_unit)
+            store_row_lse(row_lse, row, qo_head, state, result)
         dim = lane
         while dim < result.head_dim:
             value = float32(0)
@@ -241,3 +254,83 @@ def make_write_row(warps: int, rows: int) -> Callable:
             dim += int32(32)
 
     return write_row
+
+
+def make_write_shares(warps: int, part_rows: int, part_bytes: int) -> Callable:
+    """Return the function by which a cluster's blocks merge and write what all their warps have published.
+
+    The parts of a row, `warps` of each block, a power of two, are summed in an order that follows from the cluster's
+    size alone. A block's parts lie as `make_write_rows` has them; `part_bytes` of 0 stands for one row of accumulators.
+    """
+    PARTS, WARP_BITS = LARGEST_CLUSTER * warps, warps.bit_length() - 1
+    OWN = PARTS // 32  # parts whose weight a lane finds
+    TURNS, WORDS = PARTS // 8, 4 * PARTS // 8  # 8 parts are read at a time, 16 dimensions of each
+
+    @register_jitable
+    def weigh_parts(weight, partials, tile_row, parts, lane):
+        """Let lane i find what parts i, i + 32, ... of a row weigh; return the row's maximum and denominator."""
+        d_part = cuda.local.array(OWN, types.float32)
+        m, d_sum = EMPTY, float32(0)
+        for i in range(OWN):
+            part = int32(lane + int32(32 * i))
+            weight[i], d_part[i] = EMPTY, float32(0)
+            if part < parts:
+                at = partials + ((part & int32(warps - 1)) * int32(part_rows) + tile_row) * int32(8)
+                weight[i], d_part[i] = ptx.remote_load_2f32(at, part >> int32(WARP_BITS))
+            m = ptx.maximum(m, weight[i])
+        for distance in (16, 8, 4, 2, 1):
+            m = ptx.maximum(m, ptx.exchange_f32(m, int32(distance)))
+        base = shift(m)
+        for i in range(OWN):
+            weight[i] = state_weight(weight[i], base)
+            d_sum += d_part[i] * weight[i]
+        for distance in (16, 8, 4, 2, 1):
+            d_sum += ptx.exchange_f32(d_sum, int32(distance))
+        return m, d_sum
+
+    @register_jitable
+    def write_shares(
+        accumulators, pitch, partials, unit, parts, count, lane, row, qo_head, kv_head, state, result
+    ):  # fmt: skip
+        """Write tasks `unit`, ``unit + parts``, ... of the cluster's: 16 dimensions of a row each, of a multiple of 16.
+
+        Lane i < count gives row i's `row`, `qo_head` and `state` as for `write_rows`. Four lanes hold the dimensions
+        of a part, so that the warp reads eight parts at a time.
+        """
+        weight, value = cuda.local.array(OWN, types.float32), cuda.local.array(4, types.float32)
+        words = cuda.local.array(WORDS, types.uint32)
+        group, segments = lane >> int32(2), result.head_dim >> int32(4)
+        task = unit
+        while task < count * segments:
+            tile_row = idiv(task, segments)
+            dim = ((task - tile_row * segments) << int32(4)) + ((lane & int32(3)) << int32(2))
+            at = accumulators + tile_row * pitch + (dim << int32(2))
+            for i in range(TURNS):
+                part = group + int32(8 * i)
+                place = at + (part & int32(warps - 1)) * (int32(part_bytes) if part_bytes else pitch)
+                words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3] = ptx.remote_load_4u32_if(
+                    place, part >> int32(WARP_BITS), int32(part < parts)
+                )
+            m, d_sum = weigh_parts(weight, partials, tile_row, parts, lane)
+            row_now, head_now = ptx.from_lane_i32(row, tile_row), ptx.from_lane_i32(qo_head, tile_row)
+            state_now = ptx.from_lane_i32(state, tile_row)
+            inverse, row_lse = normalise(m, d_sum, int64(0) if state_now >= int32(0) else result.sinks, head_now)
+            for e in range(4):
+                value[e] = float32(0)
+            for i in range(TURNS):
+                factor = ptx.from_lane_f32(weight[i // 4], group + int32(8 * (i % 4)))
+                if factor != float32(0):  # a part without keys has summed nothing
+                    for e in range(4):
+                        value[e] += factor * ptx.bits_float(words[4 * i + e])
+            for e in range(4):
+                for distance in (4, 8, 16):
+                    value[e] += ptx.exchange_f32(value[e], int32(distance))
+                value[e] = value[e] * inverse if inverse != float32(0) else float32(0)
+            if group == int32(0):
+                store_four(value, dim, row_now, head_now, kv_head, state_now, result)
+            if dim == int32(0) and group == int32(0):
+                store_row_lse(row_lse, row_now, head_now, state_now, result)
+            task = int32(task + parts)
+            keep_rolled()
+
+    return write_shares

@@ -34,17 +34,6 @@ def load_number(address, kind):
 
 
 @register_jitable
-def load_pair(base, index, kind):
-    """Return elements `index` (even) and ``index + 1`` as float32; pairs are aligned to their size."""
-    if kind == F32:
-        return ptx.load_2f32(base + index * int64(4))
-    pair = ptx.load_u32(base + index * int64(2))
-    if kind == BF16:
-        return unpack_bf16(pair)
-    return ptx.unpack_f16(pair)
-
-
-@register_jitable
 def store_number(address, kind, value):
     """Round a float32 to `kind` (float16, bfloat16, float32) and store it."""
     if kind == F32:

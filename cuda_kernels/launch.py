@@ -17,6 +17,8 @@ from nbattn.errors import TargetError
 
 _PACKED = {"i64": "q", "i32": "i", "f32": "f"}
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_LARGE_CLUSTERS_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_CLUSTER_DIMENSION, _OVERLAP = 4, 6  # CU_LAUNCH_ATTRIBUTE_..., the latter PROGRAMMATIC_STREAM_SERIALIZATION
 _FREE_SHARED_BYTES = 48 * 1024  # a block gets these without asking
 
 Grid = tuple[int, int, int]
@@ -74,6 +76,7 @@ class LoadedKernel:
         self.family, self.threads, self.shared_bytes = family, cubin.threads, cubin.shared_bytes
         self.can_overlap = compute_capability(device) >= (9, 0)
         self._function = self._load(cubin.image, cubin.name)
+        self._allowed = _FREE_SHARED_BYTES
         self._own = Parameters(family)
         self._lock = threading.Lock()  # packing and launching are one step: threads share the parameters
 
@@ -83,30 +86,28 @@ class LoadedKernel:
         function = ctypes.c_void_p()
         check(driver().cuModuleLoadData(ctypes.byref(self._module), image), "cuModuleLoadData")
         check(driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()), "cuModuleGetFunction")
-        if self.shared_bytes > _FREE_SHARED_BYTES:
-            result = driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE, self.shared_bytes)
-            check(result, f"cuFuncSetAttribute({self.shared_bytes} bytes of shared memory)")
+        if self.can_overlap:
+            check(driver().cuFuncSetAttribute(function, _LARGE_CLUSTERS_ALLOWED, 1), "cuFuncSetAttribute(clusters)")
         return int(function.value or 0)
 
-    def __call__(
-        self, grid: Grid, stream: int, values: tuple, shared_bytes: int | None = None, overlaps: bool = False
-    ) -> None:
-        """Launch on `stream` with `values` in the order of `PARAMETERS`; an empty grid launches nothing; see `bind`."""
+    def allow_shared(self, size: int) -> None:
+        """Let blocks have `size` bytes of dynamic shared memory."""
+        if size > self._allowed:
+            result = driver().cuFuncSetAttribute(ctypes.c_void_p(self._function), _MAX_DYNAMIC_SHARED_SIZE, size)
+            check(result, f"cuFuncSetAttribute({size} bytes of shared memory)")
+            self._allowed = size
+
+    def __call__(self, stream: int, grid: Grid, values: tuple, *how: Any) -> None:
+        """Launch on `stream` with `values` in the order of `PARAMETERS`; `how` is what `BoundLaunch` takes."""
         with self._lock:
             self._own.pack(values)
-            BoundLaunch(self, grid, self._own, shared_bytes, overlaps and self.can_overlap)(stream)
+            BoundLaunch(self, self._own, grid, *how)(stream)
 
-    def bind(
-        self, grid: Grid, values: tuple, shared_bytes: int | None, cells: ctypes.Array, places: dict[str, int],
-        overlaps: bool,
-    ) -> BoundLaunch:  # fmt: skip
-        """Return a launch whose parameters stay, but for those in `places`: they are read from these `cells`.
-
-        One that `overlaps` may start before the launch ahead of it on the stream ends: the kernel waits by itself.
-        """
+    def bind(self, cells: ctypes.Array, places: dict[str, int], grid: Grid, values: tuple, *how: Any) -> BoundLaunch:
+        """Return a launch whose parameters stay, but for those in `places`: they are read from these `cells`."""
         parameters = Parameters(self.family, cells, places)
         parameters.pack(values)
-        return BoundLaunch(self, grid, parameters, shared_bytes, overlaps and self.can_overlap)
+        return BoundLaunch(self, parameters, grid, *how)
 
 
 @cache
@@ -147,37 +148,8 @@ class Parameters:
         self._pack(self._memory, 0, *values)
 
 
-class BoundLaunch:
-    """One launch, of which only the stream is open."""
-
-    def __init__(
-        self, kernel: LoadedKernel, grid: Grid, parameters: Parameters, shared_bytes: int | None, overlaps: bool = False
-    ):
-        shared = kernel.shared_bytes if shared_bytes is None else shared_bytes
-        self._what = grid, kernel.threads, shared
-        self._parameters, self._address = parameters, parameters.address
-        api = sys.modules["cupy"].cuda.driver  # CuPy's call of the driver takes half the time of one through ctypes
-        self._error = api.CUDADriverError
-        launch = partial(api.launchKernel, kernel._function, *grid, kernel.threads, 1, 1, shared)
-        if overlaps:
-            launch = partial(_launch_overlapping, _Config(grid, (kernel.threads, 1, 1), shared, None, _OVERLAP, 1),
-                             ctypes.c_void_p(kernel._function))  # fmt: skip
-        self._launch = launch if all(grid) else None
-
-    def __call__(self, stream: int) -> None:
-        """Launch on `stream`; an empty grid launches nothing."""
-        if self._launch is None:
-            return
-        try:
-            self._launch(stream, self._address, 0)
-        except self._error as error:
-            grid, threads, shared = self._what
-            call = f"cuLaunchKernel(grid={grid}, threads={threads}, shared={shared})"
-            raise TargetError(f"cuda: {call} must succeed, got {error}.") from error
-
-
 class _Attribute(ctypes.Structure):  # CUlaunchAttribute
-    _fields_ = [("name", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+    _fields_ = [("name", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16)]
 
 
 class _Config(ctypes.Structure):  # CUlaunchConfig
@@ -187,13 +159,67 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
     ]  # fmt: skip
 
 
-_OVERLAP = ctypes.pointer(_Attribute(6, 0, 1))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: yes
+@cache
+def _attributes(overlaps: bool, cluster: int) -> Any:
+    """Return the attributes of launches."""
+    found = [_Attribute(_OVERLAP, 0, (ctypes.c_int * 16)(1))] if overlaps else []
+    if cluster > 1:
+        found.append(_Attribute(_CLUSTER_DIMENSION, 0, (ctypes.c_int * 16)(cluster, 1, 1)))
+    return (_Attribute * len(found))(*found)
 
 
-def _launch_overlapping(config: _Config, function: ctypes.c_void_p, stream: int, parameters: int, extra: int) -> None:
-    config.stream = stream
-    result = driver().cuLaunchKernelEx(ctypes.byref(config), function, ctypes.c_void_p(parameters), None)
-    check(result, "cuLaunchKernelEx")
+class BoundLaunch:
+    """One launch, of which only the stream is open; an empty grid launches nothing.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+    parameters : Parameters
+    grid : tuple of int
+    shared_bytes : int, optional
+        Dynamic shared memory, if not the kernel's own.
+    overlaps : bool
+        Start before the launch ahead of it on the stream ends, where the device can: the kernel waits by itself.
+    cluster : int
+        Neighbouring blocks that form a cluster.
+    """
+
+    def __init__(
+        self, kernel: LoadedKernel, parameters: Parameters, grid: Grid, shared_bytes: int | None = None,
+        overlaps: bool = False, cluster: int = 1,
+    ):  # fmt: skip
+        shared = kernel.shared_bytes if shared_bytes is None else shared_bytes
+        kernel.allow_shared(shared)
+        self._what = f"grid={grid}, threads={kernel.threads}, shared={shared}, cluster={cluster}"
+        self._parameters, self._address = parameters, parameters.address
+        api = sys.modules["cupy"].cuda.driver  # CuPy's call of the driver takes half the time of one through ctypes
+        self._error = api.CUDADriverError
+        self._launch: Any = None
+        self._config: Any = None  # of cuLaunchKernelEx, where that is called
+        attributes = _attributes(overlaps and kernel.can_overlap, cluster)
+        if not all(grid):
+            return
+        if not attributes:
+            self._launch = partial(api.launchKernel, kernel._function, *grid, kernel.threads, 1, 1, shared)
+            return
+        self._config = _Config(grid, (kernel.threads, 1, 1), shared, None, attributes, len(attributes))
+        self._launch = partial(driver().cuLaunchKernelEx, ctypes.byref(self._config),
+                               ctypes.c_void_p(kernel._function), ctypes.c_void_p(self._address), None)  # fmt: skip
+
+    def __call__(self, stream: int) -> None:
+        """Launch on `stream`."""
+        if self._launch is None:
+            return
+        if self._config is not None:
+            self._config.stream = stream
+            result = self._launch()
+            if result:
+                check(result, f"cuLaunchKernelEx({self._what})")
+            return
+        try:
+            self._launch(stream, self._address, 0)
+        except self._error as error:
+            raise TargetError(f"cuda: cuLaunchKernel({self._what}) must succeed, got {error}.") from error
 
 
 def check(result: int, call: str) -> None:

@@ -39,7 +39,7 @@ def run_merge_pair(
     address = device.address(mask) if mask is not None else 0
     values = (*states, *kinds, rows, heads, head_dim, bits, *units, address)
     tasks = (PAIR_THREADS >> bits) * (PAIR_TASKS if width > 1 else 1)  # of a block
-    device.launch("merge_pair", {"vector": width > 1}, (-(-rows * heads // tasks), 1, 1), values)
+    device.launch("merge_pair", {"vector": width > 1}, (-(-rows * heads // tasks), 1, 1), values, overlaps=True)
 
 
 def run_merge_views(
@@ -62,4 +62,4 @@ def run_merge_views(
         *((LOG2E, LN2) if lse_base == "e" else (1.0, 1.0)),
         *(0, 0, 1.0, 0, 0, 0, 0, 0),
     )
-    device.launch("merge_states", {"vector": width > 1}, grid, values)
+    device.launch("merge_states", {"vector": width > 1}, grid, values, overlaps=True)

@@ -57,6 +57,8 @@ def make(vector: bool) -> Kernel:
         words, value = cuda.local.array(ALL_WORDS, types.uint32), cuda.local.array(WIDTH, types.float32)
         some, weight = cuda.local.array(TASK_WORDS, types.uint32), cuda.local.array(2, types.float32)
         s, m = cuda.local.array(STATES, types.float32), cuda.local.array(TASKS, types.float32)
+        ptx.wait_for_earlier()
+        ptx.let_next_start()
         first = int32(0)
         while first < head_dim:  # the lanes' chunks at a time
             dim = int32(first + lane * width(v_kind))

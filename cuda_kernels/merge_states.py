@@ -227,6 +227,7 @@ def make(vector: bool) -> Kernel:
         states = States(v + int64(dim) * v_dim, v_state, v_kind, s, s_state, s_kind, s_unit, slots)
         place = shared + thread * int32(4 * WIDTH)
         ptx.wait_for_earlier()  # the plan's lists are there before, the states are not
+        ptx.let_next_start()
         top, total = sum_streams(value, count, group, groups, place, states)
         if groups > int32(1):
             top, total = sum_groups(value, top, total, shared, thread, group, groups, lane_bits)

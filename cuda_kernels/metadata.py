@@ -86,6 +86,8 @@ class PlanMetadata:
         Query heads of a KV head.
     tokens : int
         Most query rows of an item, now and after updates.
+    cluster : int
+        Blocks that work on an item together, where all items fit the decode tile.
     room : Room
         Capacity for later updates.
 
@@ -100,8 +102,9 @@ class PlanMetadata:
         States that are merged into one row at most.
     """
 
-    def __init__(self, device: Any, *, group_size: int, tokens: int, room: Room = Room(), **plan: Any):
-        self.device, self.group_size, self.room = device, group_size, room
+    def __init__(self, device: Any, *, group_size: int, tokens: int, cluster: int, room: Room = Room(),
+                 **plan: Any):  # fmt: skip
+        self.device, self.group_size, self.cluster, self.room = device, group_size, cluster, room
         self.pairs = tokens * group_size
         self._buffer: Any = None
         self._tiles: list[tuple[int, str]] = []

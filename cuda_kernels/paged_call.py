@@ -64,14 +64,11 @@ class PagedCall:
         self._tables = [metadata.table(level, kv.kv_indices) for level, kv in enumerate(kvs)]
         tables = [address for address, _ in self._tables]
         self.follows_plan = all(owner is metadata for _, owner in self._tables)
-        started = False
         for level, kernel in paged_kernels(device, metadata, q, kvs, tables, options, out, lse):
             places = {**fixed, "k": 3 + 2 * level, "v": 4 + 2 * level}
             if kernel.family == "merge_states":
                 places.update(v=end, s=end + 1)
-            overlaps = started  # the first one waits for what comes before the call
-            started = started or all(kernel.grid)
-            self._launches.append(device.bind(*kernel, self._cells, places, overlaps))
+            self._launches.append(device.bind(kernel, self._cells, places))
 
     def __call__(self, addresses: tuple[int, ...], options: tuple[int, ...] = ()) -> bool:
         """Run on arrays of the same forms, unless one is not aligned."""

@@ -10,7 +10,7 @@ from numba.cuda import float32, int32, int64, types
 
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.compile import Kernel
-from nbattn.cuda_kernels.epilogue import EMPTY, make_write_row
+from nbattn.cuda_kernels.epilogue import EMPTY, make_write_row, make_write_shares
 from nbattn.cuda_kernels.formats import F32
 from nbattn.cuda_kernels.groups import Result, Rules
 from nbattn.cuda_kernels.loops import keep_rolled
@@ -40,25 +40,29 @@ def make(cache: str) -> Kernel:
     """Return the kernel for a cache format."""
     plain = make_plain(cache)
     dot, dot_rotated, fold = plain.dot, plain.dot_rotated, plain.fold
-    write_row = make_write_row(WARPS, 1)
+    write_row, write_shares = make_write_row(WARPS, 1), make_write_shares(WARPS, 1, 0)
 
     def paged_plain(
-        work, row_position, row_request, row_index, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
-        v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads, scale,
-        window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key, mask_kind,
-        rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head, out_dim,
-        out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
-        gate_kind,
+        work, row_position, row_request, row_index, beside, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v,
+        v_page, v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads,
+        scale, window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key,
+        mask_kind, rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head,
+        out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head,
+        gate_dim, gate_kind,
     ):  # fmt: skip
-        ptx.let_next_start()
-        item, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
+        item, kv_head = item_and_head(ptx.cluster_index(), num_qo_heads, group_size)
         pair = int32(cuda.blockIdx.y)
         row_begin = work_field(work, item, ROW_BEGIN)
         if pair >= (work_field(work, item, ROW_END) - row_begin) * group_size:
             ptx.wait_for_earlier()
             return
+        if not beside:  # plans are copied to the device; what else is read may be a kernel's result
+            ptx.wait_for_earlier()
+        ptx.let_next_start()
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
+        rank, blocks = ptx.cluster_rank(), ptx.cluster_size()
+        warps = int32(blocks * int32(WARPS))  # of the cluster
         query = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
         pitch = row_bytes(max(head_dim_qk, head_dim_vo))  # q, then an accumulator of each warp, then their sums
         accumulators, partials = query + pitch, query + pitch * int32(1 + WARPS)
@@ -82,7 +86,7 @@ def make(cache: str) -> Kernel:
 
         accumulator = accumulators + warp * pitch
         m, d_lane = empty_accumulator(accumulator, head_dim_vo, lane)
-        tile = int32(key_begin + warp * int32(32))
+        tile = int32(key_begin + (rank * int32(WARPS) + warp) * int32(32))
         while tile < key_end:
             key = int32(tile + lane)
             page, slot = look_up(key, key_end, page_begin, kv_indices, page_size)
@@ -101,14 +105,21 @@ def make(cache: str) -> Kernel:
                 score, keep = biased_score(score * scale, distance, slope, at, rules)
                 score = score if keep else EMPTY
             m, d_lane = fold(score, page, slot, m, d_lane, accumulator, lane, v, v_page, v_slot, head_dim_vo)
-            tile = int32(tile + int32(32 * WARPS))
+            tile = int32(tile + warps * int32(32))
             keep_rolled()
 
         ptx.wait_for_earlier()
         publish_row(m, d_lane, partials, warp, lane)
-        if warp == int32(0):
-            state = work_field(work, item, STATE)
-            slot = int32(state + row - row_begin) if state >= int32(0) else int32(-1)
+        state = work_field(work, item, STATE)
+        slot = int32(state + row - row_begin) if state >= int32(0) else int32(-1)
+        if blocks > int32(1):
+            ptx.arrive_cluster()
+            ptx.wait_cluster()
+            write_shares(accumulators, pitch, partials, warp * blocks + rank, warps, int32(1), lane, row, qo_head,
+                         kv_head, slot, result)  # fmt: skip
+            ptx.arrive_cluster()
+            ptx.wait_cluster()  # no block leaves while another reads its shared memory
+        elif warp == int32(0):
             write_row(accumulators, pitch, partials, int32(0), lane, row, qo_head, kv_head, slot, result)
 
     return Kernel(paged_plain, 32 * WARPS, 4, shared_bytes_for(LARGEST_HEAD))

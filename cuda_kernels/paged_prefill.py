@@ -27,7 +27,7 @@ from nbattn.cuda_kernels.rows import (
     STATE,
     end_behind_earlier,
     item_and_head,
-    make_keys_of_warp,
+    keys_of_warp,
     make_rows_of_lanes,
     make_score_tile,
     row_and_head,
@@ -59,7 +59,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     S_NUMBERS, P_WORDS, O_NUMBERS = tile.S_NUMBERS, tile.P_WORDS, tile.O_NUMBERS
     LANE_ROWS = tile.ROWS
     set_up_lanes, recall_rows = make_rows_of_lanes(tile.load_query, LANE_ROWS, full)
-    score_tile, keys_of_warp = make_score_tile(KEYS, LANE_ROWS, full), make_keys_of_warp(1, (1, 2, 4, 8, 16))
+    score_tile = make_score_tile(KEYS, LANE_ROWS, full)
     store_states = make_store_states(ITEM == 1, head_dim // 8, LANE_ROWS)
     fetch, multiply_keys, soften = tile.fetch, tile.multiply_keys, tile.soften
     pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
@@ -69,12 +69,12 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     wait_for_oldest, wait_for_all = ptx.WAIT_COPIES[1], ptx.WAIT_COPIES[0]
 
     def paged_prefill(
-        work, row_position, row_request, row_index, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
-        v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads, scale,
-        window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key, mask_kind,
-        rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head, out_dim,
-        out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
-        gate_kind,
+        work, row_position, row_request, row_index, beside, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v,
+        v_page, v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads,
+        scale, window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key,
+        mask_kind, rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head,
+        out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head,
+        gate_dim, gate_kind,
     ):  # fmt: skip
         ptx.let_next_start()
         item, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
@@ -120,7 +120,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         position, mask_at = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int64)
         limits = shared + int32(LIMITS) + warp * int32(ROWS * LIMITS_BYTES)
         set_up_lanes(query, first, end, limits, work, item, first_pair, pairs, kv_head, lane, queries, rules)
-        low, high, all_low, all_high = keys_of_warp(first, end)
+        low, high, all_low, all_high = keys_of_warp(first[0], end[0])
         ranges = bits_at + int32(16)  # what each warp sees
         mine = ranges + warp * int32(16)
         ptx.shared_store_2u32(mine, low, high)

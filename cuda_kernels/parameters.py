@@ -50,6 +50,7 @@ _RESULT = """
 _PAGED = _parameters(
     """
     i64: work row_position row_request row_index   # int32
+    i32: beside                      # 1: runs beside the kernel ahead of it, whose results it does not read
     """
     + _QUERY
     + _CACHE

@@ -24,7 +24,7 @@ _REGISTER: dict[Any, tuple[str, ir.Type]] = {
     i64: ("l", ir.IntType(64)),
     f32: ("f", ir.FloatType()),
 }
-_COLLECTIVE = (".sync", "bar.")  # instructions that all lanes must reach together
+_COLLECTIVE = (".sync", "bar.", "barrier.")  # instructions that all lanes must reach together
 _GUARDED = ("ld.",)  # a load stays behind the test of its pointer: NVVM moves what has no side effect ahead of branches
 
 
@@ -104,6 +104,13 @@ load_u8 = instruction("load_u8", "{.reg .u16 t; ld.global.nc.u8 t, [$1]; cvt.u32
 load_f32 = instruction("load_f32", "ld.global.nc.f32 $0, [$1];", (f32,), (i64,))
 load_2f32 = instruction("load_2f32", "ld.global.nc.v2.f32 {$0,$1}, [$2];", (f32, f32), (i64,))
 load_2u32 = instruction("load_2u32", "ld.global.nc.v2.u32 {$0,$1}, [$2];", (u32, u32), (i64,))
+load_2f32_if = instruction(  # zeros where they are not wanted
+    "load_2f32_if",
+    "{.reg .pred p; setp.ne.s32 p, $3, 0; mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000;"
+    " @p ld.global.nc.v2.f32 {$0,$1}, [$2];}",
+    (f32, f32),
+    (i64, i32),
+)
 load_f64 = instruction(  # rounded to float32, the precision of all arithmetic here
     "load_f64", "{.reg .f64 t; ld.global.nc.f64 t, [$1]; cvt.rn.f32.f64 $0, t;}", (f32,), (i64,)
 )
@@ -238,7 +245,28 @@ ballot = instruction(  # bit i: lane i gave a nonzero value
 )
 sync_warp = instruction("sync_warp", "bar.warp.sync 0xffffffff;", (), (), "memory")
 sync_block = instruction("sync_block", "bar.sync 0;", (), (), "memory")
-# kernels of one call that overlap: the next may start once all blocks have said so, and waits for the results itself
+# clusters: blocks that are resident together and read each other's shared memory; a block alone is a cluster too
+cluster_index = instruction("cluster_index", "mov.u32 $0, %clusterid.x;", (i32,), ())
+cluster_rank = instruction("cluster_rank", "mov.u32 $0, %cluster_ctarank;", (i32,), ())
+cluster_size = instruction("cluster_size", "mov.u32 $0, %cluster_nctarank;", (i32,), ())
+arrive_cluster = instruction("arrive_cluster", "barrier.cluster.arrive.release.aligned;", (), (), "memory")
+wait_cluster = instruction("wait_cluster", "barrier.cluster.wait.acquire.aligned;", (), (), "memory")
+remote_load_4u32_if = instruction(  # of the block of that rank; zeros, and no access, where the last input is 0
+    "remote_load_4u32_if",
+    "{.reg .pred p; .reg .b32 a; setp.ne.s32 p, $6, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;"
+    " @p mapa.shared::cluster.u32 a, $4, $5; @p ld.shared::cluster.v4.u32 {$0,$1,$2,$3}, [a];}",
+    (u32, u32, u32, u32),
+    (i32, i32, i32),
+    "memory",
+)
+remote_load_2f32 = instruction(
+    "remote_load_2f32",
+    "{.reg .b32 a; mapa.shared::cluster.u32 a, $2, $3; ld.shared::cluster.v2.f32 {$0,$1}, [a];}",
+    (f32, f32),
+    (i32, i32),
+    "memory",
+)
+# kernels that overlap: the next may start once all blocks have said so, and waits for the results itself
 let_next_start = instruction("let_next_start", "griddepcontrol.launch_dependents;", (), (), "memory")
 wait_for_earlier = instruction("wait_for_earlier", "griddepcontrol.wait;", (), (), "memory")
 

@@ -159,52 +159,57 @@ def make_score_tile(keys: int, rows: int, full: bool) -> Callable:
     return score_tile
 
 
-def make_set_up_rows(load_query: Callable, rows: int) -> Callable:
-    """Return the function that finds out all about a lane's `rows` rows of the tile: r, r + 8, ..."""
+def make_set_up_rows(full: bool) -> Callable:
+    """Return the function that finds out which keys a tile's 16 rows keep."""
 
     @register_jitable
     def set_up_rows(
-        query, unit, first, end, slope, position, mask_at, work, item, first_pair, pairs, kv_head, lane, writes,
-        queries, rules,
+        first, end, slope, position, mask_at, own_position, row, qo_head, exists, work, item, lane, rules
     ):  # fmt: skip
-        """Load the rows' queries and fill what `score_tile` takes, by `groups.Queries` and `groups.Rules`."""
-        row_begin = work_field(work, item, ROW_BEGIN)
-        for i in range(rows):
-            pair = int32(first_pair + (lane >> int32(2)) + int32(8 * i))
-            row, qo_head = row_and_head(min(pair, pairs - int32(1)), row_begin, kv_head, queries.group_size)
-            address = queries.q + int64(row) * queries.row + int64(qo_head) * queries.head
-            unit[i] = queries.scale * load_query(query, address, i, queries.kind, queries.head_dim, lane, writes)
-            position[i] = element(rules.row_position, row)
-            first[i], end[i] = keys_of_row(work, item, position[i], rules)
-            if pair >= pairs:
-                first[i], end[i] = int32(0), int32(-1)
-            slope[i], mask_at[i] = slope_and_mask(work, item, row, qo_head, rules)
-            unroll_fully()
+        """Fill what `score_tile` takes of the lane's rows r and r + 8; return the interval of keys that all rows see.
+
+        Lane i looks after row i % 16: it gives its position, `row`, `qo_head` and whether it is a row at all.
+        """
+        first_own, end_own = keys_of_row(work, item, own_position, rules)
+        all_low, all_high = first_own, end_own
+        if not exists:
+            first_own, end_own = int32(0), int32(-1)
+            all_low, all_high = int32(0), int32(0x7FFFFFFF)
+        for distance in (1, 2, 4, 8):
+            all_low = int32(max(all_low, ptx.exchange_i32(all_low, int32(distance))))
+            all_high = int32(min(all_high, ptx.exchange_i32(all_high, int32(distance))))
+        for i in range(2):
+            tile_row = (lane >> int32(2)) + int32(8 * i)
+            first[i], end[i] = ptx.from_lane_i32(first_own, tile_row), ptx.from_lane_i32(end_own, tile_row)
+        if full:
+            slope_own, mask_own = slope_and_mask(work, item, row, qo_head, rules)
+            for i in range(2):
+                tile_row = (lane >> int32(2)) + int32(8 * i)
+                slope[i], mask_at[i] = ptx.from_lane_f32(slope_own, tile_row), ptx.from_lane_i64(mask_own, tile_row)
+                position[i] = ptx.from_lane_i32(own_position, tile_row)
+        return all_low, all_high
 
     return set_up_rows
 
 
-def make_keys_of_warp(rows: int, distances: tuple[int, ...] = (4, 8, 16)) -> Callable:
-    """Return the function that finds what a warp's rows see: `rows` of a lane, other rows in lanes at `distances`."""
+@register_jitable
+def keys_of_warp(first, end):
+    """Return the interval that covers what a warp's rows see, one of each lane, and the one that all see.
 
-    @register_jitable
-    def keys_of_warp(first, end):
-        """Return the interval that covers what the rows see, empty if they see nothing, and that which all see."""
-        low, high = int32(0x7FFFFFFF), int32(0)
-        all_low, all_high = int32(0), int32(0x7FFFFFFF)
-        for i in range(rows):
-            if first[i] < end[i]:
-                low, high = int32(min(low, first[i])), int32(max(high, end[i]))
-            if end[i] >= int32(0):
-                all_low, all_high = int32(max(all_low, first[i])), int32(min(all_high, end[i]))
-        for distance in distances:
-            low = int32(min(low, ptx.exchange_i32(low, int32(distance))))
-            high = int32(max(high, ptx.exchange_i32(high, int32(distance))))
-            all_low = int32(max(all_low, ptx.exchange_i32(all_low, int32(distance))))
-            all_high = int32(min(all_high, ptx.exchange_i32(all_high, int32(distance))))
-        return low, high, all_low, all_high
-
-    return keys_of_warp
+    The first is empty if they see nothing.
+    """
+    low, high = int32(0x7FFFFFFF), int32(0)
+    all_low, all_high = int32(0), int32(0x7FFFFFFF)
+    if first < end:
+        low, high = first, end
+    if end >= int32(0):
+        all_low, all_high = first, end
+    for distance in (1, 2, 4, 8, 16):
+        low = int32(min(low, ptx.exchange_i32(low, int32(distance))))
+        high = int32(max(high, ptx.exchange_i32(high, int32(distance))))
+        all_low = int32(max(all_low, ptx.exchange_i32(all_low, int32(distance))))
+        all_high = int32(min(all_high, ptx.exchange_i32(all_high, int32(distance))))
+    return low, high, all_low, all_high
 
 
 LIMITS_BYTES = 32  # of a row: first, end, unit, position, slope, nothing, mask_at

@@ -8,11 +8,17 @@ from typing import NamedTuple
 from nbattn.errors import TargetError
 
 DECODE_ROWS, PREFILL_ROWS = 16, 128  # (query row, head) pairs of one block
+LARGEST_CLUSTER = 16  # blocks that merge what they found in one another's shared memory
+PORTABLE_CLUSTER = 8  # that every device with clusters has room for
+LARGEST_CLUSTERED_HEAD = 128
+CLUSTERED_BYTES = 1 << 16  # of K and V for each block; with more, a cluster's uneven places cost more than a merge
+TWO_BLOCKS_BYTES = 80 * 1024  # of shared memory, which a third block finds no room for
+MANY_BLOCKS = 7  # of a multiprocessor, one after another
 PLAIN_WARPS, PLAIN_BLOCKS = 4, 4  # of a block, of a multiprocessor
 MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS = 256, 8, 8  # see merge_states
-PAIR_THREADS, PAIR_TASKS = 128, 2  # see merge_pair
+PAIR_THREADS, PAIR_TASKS = 128, 1  # see merge_pair
 CHUNK_BYTES = 16  # that a lane of a merge takes at a time, where rows are packed and aligned
-BUSY_THREADS = 768  # of a multiprocessor: as many as reside, see the register table; then one group of lanes a row
+BUSY_THREADS = 768  # that reside on a multiprocessor, see the register table
 LARGEST_HEAD = 8192  # of the plain path: q and four accumulators fill a multiprocessor's shared memory
 
 
@@ -28,6 +34,32 @@ def head_size_class(cache_dtype: str, head_dim_qk: int, head_dim_vo: int) -> int
         cache_dtype, (128,)
     )
     return next((size for size in sizes if largest <= size), None)
+
+
+class DecodeShape(NamedTuple):
+    """Keys of a tile, warps of a block, tiles in each warp's ring, and blocks that a multiprocessor has room for."""
+
+    keys: int
+    warps: int
+    stages: int
+    blocks: int
+
+
+def decode_shape(cache: str, head_dim: int) -> DecodeShape:
+    """Return how the decode tile of a head-size class is laid out: tiles of 8 KB, or 16 KB of the widest rows."""
+    row_bytes = head_dim * (2 if cache in ("float16", "bfloat16") else 1)
+    if row_bytes > 256:
+        return DecodeShape(16, 6, 2, 1)
+    return DecodeShape(16 if row_bytes > 128 else 32, 4, 2, 3 if head_dim <= 128 else 2)
+
+
+def decode_shared_bytes(head_dim: int, blocks_each: float) -> int | None:
+    """Return the shared memory of the decode tile for so many blocks of each multiprocessor; None is what it needs.
+
+    More makes two blocks fill a multiprocessor: three in one place are twice as slow as one in another, which only the
+    average over many waves evens out.
+    """
+    return TWO_BLOCKS_BYTES if head_dim <= 128 and blocks_each < MANY_BLOCKS else None
 
 
 class GatherShape(NamedTuple):
@@ -83,11 +115,16 @@ def merge_team(
         Groups take whole streams: one each, or one group takes all. The sum's order is then the same.
     """
     bits = min(5, lane_bits(head_dim, width))
-    batches = min(MERGE_STREAMS, ceil(num_states / MERGE_BATCH)) if listed else MERGE_STREAMS
-    group_bits = (batches - 1).bit_length() if num_states > MERGE_BATCH else 0
-    threads = rows << bits + group_bits if listed else rows << bits
-    if threads > multiprocessors * BUSY_THREADS:
-        group_bits = 0
+    resident = multiprocessors * BUSY_THREADS
+    if listed:
+        batches = ceil(num_states / MERGE_BATCH)
+        group_bits = (max(1, min(batches, MERGE_STREAMS)) - 1).bit_length()
+        waves = ceil((rows << bits + group_bits) / resident)
+        if waves > max(1, batches // 2):  # then one batch after the other is faster than one wave after the other
+            group_bits = 0
+    else:
+        few = num_states <= MERGE_BATCH or rows << bits >= resident
+        group_bits = 0 if few else MERGE_STREAMS.bit_length() - 1
     grid = ceil(rows / (MERGE_THREADS >> (bits + group_bits))), ceil(head_dim / (width << bits)), 1
     return bits, group_bits, grid
 

@@ -18,15 +18,26 @@ from nbattn.cuda_kernels.device import Device
 from nbattn.cuda_kernels.gather_parts import cut_lists, cut_lists_at, keep_for_graph, rows_on_device
 from nbattn.cuda_kernels.metadata import PlanMetadata, Room
 from nbattn.cuda_kernels.paged_call import PagedCall
-from nbattn.cuda_kernels.shapes import DECODE_ROWS, PLAIN_BLOCKS, PREFILL_ROWS, gather_shape
+from nbattn.cuda_kernels.shapes import (
+    CLUSTERED_BYTES,
+    DECODE_ROWS,
+    LARGEST_CLUSTERED_HEAD,
+    PLAIN_BLOCKS,
+    PREFILL_ROWS,
+    decode_shape,
+    gather_shape,
+    head_size_class,
+)
 from nbattn.errors import ContractError, TargetError
+from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan, Tiling
 from nbattn.problem import Level, Options, Preparation, Problem
 from nbattn.rotary import rope_planes
 
+SHARES_AT_A_TIME = 4  # the number of shares of work is a multiple of it
 BLOCKS_PER_MULTIPROCESSOR = 2  # of either tile: see the register table of the tests
-MOST_DECODE_KEYS = 800  # of a resident block; more keys that many rows share are faster on the prefill tile
-KEYS_BESIDE = 2  # of prefill tiles for each of decode tiles, up to which both share the multiprocessors
+MOST_DECODE_KEYS = 1000  # of a resident block; more keys that many rows share are faster on the prefill tile
+MOST_KEYS_BESIDE = 2  # of prefill tiles for each of decode tiles: beyond, prefill tiles fill the multiprocessors
 POSITIONS_AHEAD = 1 << 17  # most that planes of rotation are made for before a request stands there
 
 _devices: dict[int, Device] = {}
@@ -53,8 +64,10 @@ def lane() -> tuple[int, Any]:
     return device.number, object() if device.capturing() else device.stream()
 
 
-def tiling(levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None) -> Tiling:
-    """Return how work is cut for this target: a wave of resident blocks, one block a work item and KV head.
+def tiling(
+    levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None, max_kv_len: int | None = None
+) -> Tiling:
+    """Return how work is cut for this target: whole waves of resident blocks, one block a work item and KV head.
 
     Levels of few rows run on the decode tile. So does a level of many rows, cut into tiles of few, where the tiles'
     keys are soon read: a prefill tile takes eight times the rows, but its launch takes longer. That is decided by the
@@ -63,30 +76,73 @@ def tiling(levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None)
     num_kv_heads = levels[0].kv.num_kv_heads
     group = num_qo_heads // num_kv_heads
     few, many = DECODE_ROWS // group, max(1, PREFILL_ROWS // group)
-    multiprocessors = current_device().multiprocessors
-    shares = max(1, round(multiprocessors * BLOCKS_PER_MULTIPROCESSOR / num_kv_heads))
-    may_choose = len(levels) > 1 and split_size is None
+    blocks = current_device().multiprocessors * BLOCKS_PER_MULTIPROCESSOR / num_kv_heads
+    may_choose = few > 0 and len(levels) > 1 and split_size is None
     tokens, few_keys, many_keys = [], 0, 0
     for level in levels:
         rows = np.diff(np.asarray(level.qo_indptr))
         longest = int(rows.max(initial=0))
         tile = max(1, min(few, longest))
         keys = _keys_of_tiles(rows, level.kv.kv_lens, tile)
-        if longest > few and not (may_choose and few and keys <= MOST_DECODE_KEYS * shares):
+        if longest <= few or (may_choose and keys <= MOST_DECODE_KEYS * blocks):
+            few_keys += keys
+        else:
             tile = many
             many_keys += _keys_of_tiles(rows, level.kv.kv_lens, tile)
-        else:
-            few_keys += keys
         tokens.append(tile)
-    many_shares = shares
-    if many_keys <= few_keys * KEYS_BESIDE:
-        many_shares = max(1, round(multiprocessors / num_kv_heads))
+    if len(levels) == 1 and longest <= few:
+        return _decode_tiling(levels[0].kv, int(np.count_nonzero(rows)), tile, few, split_size, max_kv_len)
+    shares, many_shares = (max(1, round(blocks * part)) for part in _parts_of_wave(few_keys, many_keys))
     return Tiling(tuple(tokens), shares, few, many_shares)
+
+
+def _decode_tiling(
+    kv: PagedKV, requests: int, tokens: int, few: int, split_size: int | None, max_kv_len: int | None
+) -> Tiling:
+    """Return how the few rows of one level are cut.
+
+    Where keys are few, a cluster of blocks takes an item and nothing is left to merge. Items of a given split size are
+    not for clusters: their bits must not depend on their neighbours.
+    """
+    device, resident = current_device(), BLOCKS_PER_MULTIPROCESSOR
+    size = head_size_class(dtype_name(kv.k), kv.head_dim_qk, kv.head_dim_vo)
+    if size is not None:
+        resident = min(resident, decode_shape(dtype_name(kv.k), size).blocks)
+        if split_size is None and size <= LARGEST_CLUSTERED_HEAD:
+            blocks = device.multiprocessors * resident // kv.num_kv_heads
+            cluster = _cluster(device, kv, blocks, requests, max_kv_len)
+            if cluster > 1:
+                return Tiling((tokens,), 1, few, cluster=cluster)
+    blocks = device.multiprocessors * resident / (kv.num_kv_heads * SHARES_AT_A_TIME)
+    return Tiling((tokens,), SHARES_AT_A_TIME * max(1, round(blocks)), few)
+
+
+def _parts_of_wave(few_keys: int, many_keys: int) -> tuple[float, float]:
+    """Return which part of a wave of blocks the decode and the prefill tiles of a call fill, by the keys of both.
+
+    Where both have work, they share the multiprocessors, a block each, and the one with little to do takes fewer
+    blocks of more keys.
+    """
+    if many_keys == 0 or few_keys == 0:
+        return 1.0, 1.0
+    if many_keys > MOST_KEYS_BESIDE * few_keys:
+        return 0.5, 1.0
+    return 1.0, 0.25 if many_keys <= few_keys / 4 else 0.5
 
 
 def _keys_of_tiles(rows: np.ndarray, kv_lens: np.ndarray, tile: int) -> int:
     """Return how many keys are read if each request's rows are cut into tiles of so many."""
     return int((-(-rows // tile) * kv_lens).sum())
+
+
+def _cluster(device: Device, kv: PagedKV, blocks: int, requests: int, max_kv_len: int | None) -> int:
+    """Return how many blocks should share an item, of so many that are resident for each KV head; 1 is no cluster."""
+    key_bytes = kv.k.dtype.itemsize * (kv.head_dim_qk + kv.head_dim_vo)
+    keys = int(kv.kv_lens.max(initial=0)) if max_kv_len is None else max_kv_len
+    cluster = 1
+    while 2 * cluster * requests <= blocks and 2 * cluster <= device.largest_cluster:
+        cluster *= 2
+    return cluster if keys * key_bytes <= CLUSTERED_BYTES * cluster else 1
 
 
 class PlanOnDevice:
@@ -106,7 +162,9 @@ class PlanOnDevice:
             room = Room(pages=room.pages)  # nothing may grow: nothing is padded
         tokens = max(*plan.tiling.tokens, plan.work_list.max_tokens)
         self.planes_in_graphs: list[tuple[int, Array, Array]] = []  # position of row 0, cosines, sines
-        self.metadata = PlanMetadata(device, group_size=group, tokens=tokens, room=room, **_integers(plan, levels))
+        self.metadata = PlanMetadata(
+            device, group_size=group, tokens=tokens, cluster=plan.tiling.cluster, room=room, **_integers(plan, levels)
+        )
 
     def refill(self, plan: Plan, levels: tuple[Level, ...]) -> None:
         """Copy an updated plan into the same buffers."""

@@ -19,10 +19,12 @@ from numba.cuda import float32, int32, int64, types, uint32
 from numba.extending import register_jitable
 
 from nbattn.cuda_kernels import ptx
-from nbattn.cuda_kernels.formats import BF16, CACHE_FORMATS, F16, load_pair
+from nbattn.cuda_kernels.formats import BF16, CACHE_FORMATS, F16, F32, unpack_bf16
 from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
 from nbattn.indexing import mapped_page, page_and_slot
 from nbattn.scoring import shift, state_weight
+
+SHARES = 4  # parts of a tile of 16 rows of q, each brought by a warp
 
 
 @register_jitable
@@ -48,7 +50,9 @@ def add(x, y):
     return x + y
 
 
-def make_tile(cache: str, head_dim: int, keys: int, fetched: int = 16, sixteens: int = 1) -> SimpleNamespace:
+def make_tile(
+    cache: str, head_dim: int, keys: int, fetched: int = 16, sixteens: int = 1, shares_query: bool = False
+) -> SimpleNamespace:
     """Return the tile's steps for a cache format, a head-size class and a number of keys, a multiple of 16.
 
     Parameters
@@ -63,6 +67,8 @@ def make_tile(cache: str, head_dim: int, keys: int, fetched: int = 16, sixteens:
         Keys that a warp brings at once: 8, 16 or 32.
     sixteens : int
         Query rows over 16.
+    shares_query : bool
+        Keep q in shared memory, for several warps, also where registers would hold it.
     """
     form = CACHE_FORMATS[cache]
     pack, unpack, widen, multiply = form.pack, form.unpack, form.widen, form.multiply
@@ -70,10 +76,11 @@ def make_tile(cache: str, head_dim: int, keys: int, fetched: int = 16, sixteens:
     OWN_KIND = F16 if HALF else BF16
     K_ROW = V_ROW = head_dim * form.item_bytes
     ITEM = form.item_bytes
-    Q_SHARED = head_dim * sixteens > 128  # the accumulators leave no registers for q
+    Q_SHARED = shares_query or head_dim * sixteens > 128  # the accumulators leave no registers for q
     S_ROWS, O_ROWS, ROWS = 2 * keys // 4, head_dim // 2, 2 * sixteens  # numbers of 16 rows, rows of a lane
     STEPS, GROUPS, OUT_TILES = head_dim // 16, keys // 16, head_dim // 8
     PAIRS = 2 * STEPS  # of neighbouring numbers, that a lane holds of a row of q
+    SHARE = PAIRS // SHARES
     PROBE_BITS, PROBE_ADD, PROBE_HIT = (uint32(x) for x in form.probe)
 
     @register_jitable
@@ -91,18 +98,33 @@ def make_tile(cache: str, head_dim: int, keys: int, fetched: int = 16, sixteens:
         return int32(tile * 8 + e) + int32(2) * c
 
     @register_jitable
+    def load_words(words, address, head_dim, c):
+        """Load the lane's pairs of a row of q of 16-bit numbers; all loads are under way at once."""
+        for i in range(PAIRS):
+            dim = first_dim(i // 2, i % 2, c)
+            words[i] = ptx.load_u32_if(address + int64(dim) * int64(2), int32(dim < head_dim))
+
+    @register_jitable
     def round_query(words, address, kind, head_dim, c):
         """Load a row of q of another format and round it to the tile's; return what it has been divided by.
 
         float16 has a short range: its rows are divided by the power of two above their largest number.
         """
         x, y = cuda.local.array(PAIRS, types.float32), cuda.local.array(PAIRS, types.float32)
+        if kind == F32:
+            for i in range(PAIRS):
+                dim = first_dim(i // 2, i % 2, c)
+                x[i], y[i] = ptx.load_2f32_if(address + int64(dim) * int64(4), int32(dim < head_dim))
+        else:
+            load_words(words, address, head_dim, c)
+            if kind == BF16:
+                for i in range(PAIRS):
+                    x[i], y[i] = unpack_bf16(words[i])
+            else:
+                for i in range(PAIRS):
+                    x[i], y[i] = ptx.unpack_f16(words[i])
         top = float32(0)
         for i in range(PAIRS):
-            dim = first_dim(i // 2, i % 2, c)
-            x[i], y[i] = float32(0), float32(0)
-            if dim < head_dim:
-                x[i], y[i] = load_pair(address, int64(dim), kind)
             top = ptx.maximum(top, ptx.maximum(abs(x[i]), abs(y[i])))
         unit = float32(1)
         if HALF:
@@ -125,9 +147,7 @@ def make_tile(cache: str, head_dim: int, keys: int, fetched: int = 16, sixteens:
         words = cuda.local.array(PAIRS, types.uint32)
         unit = float32(1)
         if kind == OWN_KIND:
-            for j in range(PAIRS):  # all loads under way at once
-                dim = first_dim(j // 2, j % 2, c)
-                words[j] = ptx.load_u32_if(address + int64(dim) * int64(2), int32(dim < head_dim))
+            load_words(words, address, head_dim, c)
         else:
             unit = round_query(words, address, kind, head_dim, c)
         for j in range(PAIRS):
@@ -138,6 +158,27 @@ def make_tile(cache: str, head_dim: int, keys: int, fetched: int = 16, sixteens:
             else:
                 q[4 * place + word] = words[j]
         return unit
+
+    @register_jitable
+    def read_query_share(words, address, i, kind, head_dim, lane, warp):
+        """Start loading the warp's share of the lane's row number i, if it has the tile's format."""
+        if kind == OWN_KIND:
+            for j in range(SHARE):
+                dim = first_dim(j // 2, j % 2, lane & int32(3)) + warp * int32(8 * SHARE)
+                words[SHARE * i + j] = ptx.load_u32_if(address + int64(dim) * int64(2), int32(dim < head_dim))
+                unroll_fully()
+
+    @register_jitable
+    def put_query_share(q, words, address, i, kind, head_dim, lane, warp):
+        """Lay down in shared memory what `read_query_share` has read, or the whole row; return as `load_query` does."""
+        if kind != OWN_KIND:
+            return load_query(q, address, i, kind, head_dim, lane, warp == int32(0))
+        at = q + warp * int32(256 * SHARE) + (lane << int32(4))
+        if warp < int32(SHARES):
+            for j in range(SHARE):
+                ptx.shared_store_u32(at + int32(512 * (j // 2) + 4 * (2 * (j % 2) + i)), words[SHARE * i + j])
+                unroll_fully()
+        return float32(1)
 
     @register_jitable
     def query_words(q, step, t, lane):
@@ -345,6 +386,9 @@ def make_tile(cache: str, head_dim: int, keys: int, fetched: int = 16, sixteens:
         O_NUMBERS=sixteens * O_ROWS,
         out_dim=out_dim,
         load_query=load_query,
+        read_query_share=read_query_share,
+        put_query_share=put_query_share,
+        SHARE=SHARE,
         fetch=fetch,
         multiply_keys=multiply_keys,
         soften=soften,

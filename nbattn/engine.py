@@ -151,9 +151,9 @@ def plan(
     longest = None if max_kv_len is None else contracts.check_int("max_kv_len", max_kv_len, at_least=0)
     pages = None if max_num_pages is None else contracts.check_int("max_num_pages", max_num_pages, at_least=0)
     kernels = backend("cpu" if kv.library == "numpy" else "cuda")
-    return Plan(levels, num_rows, rules, kernels.tiling(levels, num_qo_heads, rules.split_size),
-                kv_start=start, q_positions=positions,
-                max_kv_len=longest, max_num_pages=pages)  # fmt: skip
+    tiling = kernels.tiling(levels, num_qo_heads, rules.split_size, longest)
+    return Plan(levels, num_rows, rules, tiling, kv_start=start, q_positions=positions, max_kv_len=longest,
+                max_num_pages=pages)  # fmt: skip
 
 
 def planned_levels(

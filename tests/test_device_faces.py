@@ -55,7 +55,7 @@ class DeviceArray:
 class Target(SimpleNamespace):
     """A target that keeps what it is given."""
 
-    def tiling(self, levels, num_qo_heads, split_size):
+    def tiling(self, levels, num_qo_heads, split_size, max_kv_len=None):
         return Tiling((1,) * len(levels), 1)
 
     def lane(self):

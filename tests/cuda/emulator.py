@@ -17,7 +17,7 @@ from typing import Any
 import instructions
 import numpy as np
 from greenlet import greenlet
-from instructions import STAND_INS, Block, Thread, wrap
+from instructions import STAND_INS, Cluster, Thread, wrap
 from numba import cuda as numba_cuda
 from numba.core.types import Type as NumbaType
 
@@ -107,7 +107,7 @@ def rebuilt(function: Callable) -> Callable:
 
 def emulate(
     family: str, constants: dict, grid: tuple[int, int, int], values: dict[str, Any], arrays: list[np.ndarray],
-    shared_bytes: int | None = None,
+    shared_bytes: int | None = None, cluster: int = 1,
 ) -> None:  # fmt: skip
     """Run a kernel over `grid`.
 
@@ -123,7 +123,10 @@ def emulate(
         What the kernel may read and write.
     shared_bytes : int, optional
         Dynamic shared memory, where the launch gives less than the kernel's largest.
+    cluster : int
+        Blocks of a cluster, along x.
     """
+    assert grid[0] % cluster == 0, f"{grid[0]} blocks are no whole clusters of {cluster}"
     kernel = load_kernel(family, constants)
     function = _rebuilt(kernel.function, {})
     ordered = [np.float32(values[n]) if kind == "f32" else int(values[n]) for n, kind in PARAMETERS[family]]
@@ -133,13 +136,14 @@ def emulate(
         with np.errstate(all="ignore"):  # a greenlet has settings of its own
             function(*arguments)
 
-    for x, y, z in np.ndindex(*grid):
-        block = Block((x, y, z), kernel.threads, shared_bytes or kernel.shared_bytes, lent)
-        threads = [Thread(i, block) for i in range(kernel.threads)]
+    for x, y, z in np.ndindex(grid[0] // cluster, *grid[1:]):
+        indices = [(x * cluster + rank, y, z) for rank in range(cluster)]
+        blocks = Cluster(indices, kernel.threads, shared_bytes or kernel.shared_bytes, lent)
+        threads = [Thread(i, block) for block in blocks.blocks for i in range(kernel.threads)]
         runs = [greenlet(quietly) for _ in threads]
         begun, finished = set(), 0
-        while block.ready:
-            number = block.ready.pop(0)
+        while blocks.ready:
+            number = blocks.ready.pop(0)
             instructions.current = threads[number]
             if number in begun:
                 runs[number].switch()
@@ -147,5 +151,5 @@ def emulate(
                 begun.add(number)
                 runs[number].switch(*ordered)
             finished += runs[number].dead
-        stuck = {key: len(found) for key, found in block.waiting.items()}
-        assert finished == kernel.threads, f"deadlock: {finished} of {kernel.threads} threads done, waiting {stuck}"
+        stuck = {key: len(found) for key, found in blocks.waiting.items()}
+        assert finished == len(threads), f"deadlock: {finished} of {len(threads)} threads done, waiting {stuck}"

@@ -18,14 +18,23 @@ GROUP, QUAD = LANES // 4, LANES % 4  # r and c of a lane
 
 
 class Block:
-    """One block: its shared memory, its waiting threads and the global memory it may touch."""
+    """One block: its place in the grid and in its cluster, and its shared memory."""
 
-    def __init__(self, index: tuple[int, int, int], threads: int, shared_bytes: int, lent: list[tuple[int, int]]):
-        self.index, self.threads, self.lent = index, threads, lent
-        self.shared = np.full(max(shared_bytes, 16), 0xFF, np.uint8)
+    def __init__(self, index: tuple[int, int, int], rank: int, cluster: Cluster):
+        self.index, self.rank, self.cluster = index, rank, cluster
+        self.threads, self.lent = cluster.threads, cluster.lent
+        self.shared = np.full(max(cluster.shared_bytes, 16), 0xFF, np.uint8)
+
+
+class Cluster:
+    """Blocks that run together, their waiting threads, numbered through, and the global memory they may touch."""
+
+    def __init__(self, indices: list, threads: int, shared_bytes: int, lent: list[tuple[int, int]]):
+        self.threads, self.shared_bytes, self.lent = threads, shared_bytes, lent
+        self.blocks = [Block(index, rank, self) for rank, index in enumerate(indices)]
         self.waiting: dict[Any, dict[int, tuple[str, Any]]] = {}
         self.answers: dict[int, Any] = {}
-        self.ready = list(range(threads))
+        self.ready = list(range(threads * len(indices)))
         self.hub = getcurrent()
 
 
@@ -35,6 +44,8 @@ class Thread:
     def __init__(self, number: int, block: Block):
         self.number, self.block = number, block
         self.warp, self.lane = divmod(number, WARP)
+        self.serial = block.rank * block.threads + number
+        self.arrived = False  # at the cluster's barrier, and has not waited yet
         self.started: list[tuple[int, int, int]] = []
         self.groups: list[list[tuple[int, int, int]]] = []
 
@@ -43,24 +54,25 @@ current: Any = None  # the thread that runs; the emulator sets it
 
 
 def together(scope: str, name: str, value: Any, combine: Callable[[list], list] | None = None) -> Any:
-    """Wait for every lane of the warp (or thread of the block), then hand each its part of ``combine(values)``."""
+    """Wait for all threads of the warp, block or cluster, then hand each its part of ``combine(values)``."""
     thread = current
-    block = thread.block
-    first, count = (thread.warp * WARP, WARP) if scope == "warp" else (0, block.threads)
+    block, cluster = thread.block, thread.block.cluster
+    count = {"warp": WARP, "block": block.threads, "cluster": block.threads * len(cluster.blocks)}[scope]
+    first = thread.serial // count * count
     key = (scope, first)
-    arrived = block.waiting.setdefault(key, {})
-    arrived[thread.number] = (name, value)
+    arrived = cluster.waiting.setdefault(key, {})
+    arrived[thread.serial] = (name, value)
     if len(arrived) == count:
         names = {reached for reached, _ in arrived.values()}
         assert len(names) == 1, f"divergent collectives in {key}: {names}"
         values = [arrived[first + i][1] for i in range(count)]
         answers = combine(values) if combine else [None] * count
-        del block.waiting[key]
+        del cluster.waiting[key]
         for i in range(count):
-            block.answers[first + i] = answers[i]
-            block.ready.append(first + i)
-    block.hub.switch()
-    return block.answers.pop(thread.number)
+            cluster.answers[first + i] = answers[i]
+            cluster.ready.append(first + i)
+    cluster.hub.switch()
+    return cluster.answers.pop(thread.serial)
 
 
 def wrap(value: Any, bits: int, signed: bool) -> int:
@@ -69,9 +81,9 @@ def wrap(value: Any, bits: int, signed: bool) -> int:
     return value - (1 << bits) if signed and value >> (bits - 1) else value
 
 
-def shared(address: int, count: int) -> np.ndarray:
-    """Return `count` bytes of the block's shared memory."""
-    memory = current.block.shared
+def shared(address: int, count: int, rank: int | None = None) -> np.ndarray:
+    """Return `count` bytes of the shared memory of the thread's block, or of the block of a rank in its cluster."""
+    memory = (current.block if rank is None else current.block.cluster.blocks[rank]).shared
     assert 0 <= address <= memory.size - count, f"shared memory has {memory.size} bytes, got {address}"
     assert address % count == 0, f"misaligned shared access of {count} bytes at {address}"
     return memory[address : address + count]
@@ -187,6 +199,23 @@ def _wait(newest: int) -> Callable:
     return wait
 
 
+def _arrive() -> None:
+    assert not current.arrived, "arrived twice at the cluster's barrier"
+    current.arrived = True
+
+
+def _wait_cluster() -> None:
+    assert current.arrived, "waits at the cluster's barrier before it has arrived"
+    together("cluster", "wait_cluster", None)
+    current.arrived = False
+
+
+def _remote_load_4u32_if(address: int, rank: int, wanted: int) -> tuple[int, ...]:
+    if not wanted:
+        return 0, 0, 0, 0
+    return tuple(int(x) for x in shared(wrap(address, 32, True), 16, rank).view(np.uint32))
+
+
 def _permute(low: int, high: int, select: int) -> int:
     pool = (low & 0xFFFFFFFF) | (high & 0xFFFFFFFF) << 32
     return sum((pool >> 8 * ((select >> 4 * i) & 7) & 0xFF) << 8 * i for i in range(4))
@@ -246,6 +275,13 @@ def _stand_ins() -> dict[str, Callable]:
         "from_lane_i64": _from_lane,
         "ballot": _ballot,
         "sync_warp": lambda: together("warp", "sync_warp", None),
+        "cluster_index": lambda: current.block.index[0] // len(current.block.cluster.blocks),
+        "cluster_rank": lambda: current.block.rank,
+        "cluster_size": lambda: len(current.block.cluster.blocks),
+        "arrive_cluster": _arrive,
+        "wait_cluster": _wait_cluster,
+        "remote_load_4u32_if": _remote_load_4u32_if,
+        "remote_load_2f32": lambda address, rank: tuple(shared(wrap(address, 32, True), 8, rank).view(np.float32)),
         "sync_block": lambda: together("block", "sync_block", None),
         "copy_async": _copy_async,
         "commit_copies": _commit,
@@ -272,6 +308,8 @@ def _stand_ins() -> dict[str, Callable]:
     found["read_4u32"] = four
     found["read_4u32_if"] = lambda address, wanted: four(address) if wanted else (0, 0, 0, 0)
     found["read_f32_if"] = lambda address, wanted, otherwise: number(address) if wanted else np.float32(otherwise)
+    two, zero = _reader(memory, np.float32, 2), np.float32(0)
+    found["load_2f32_if"] = lambda address, wanted: two(address) if wanted else (zero, zero)
     word = _reader(memory, np.uint32)
     found["load_u32_if"] = lambda address, wanted: word(address) if wanted else 0
     for n in range(4):

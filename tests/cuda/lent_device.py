@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from emulator import emulate
 
+from nbattn.cuda_kernels.calls import KernelCall
 from nbattn.cuda_kernels.parameters import PARAMETERS
 
 
@@ -15,7 +16,7 @@ class LentDevice:
     """Stands in for `nbattn.cuda_kernels.device.Device`; kernels may touch the arrays it has met and no others."""
 
     def __init__(self) -> None:
-        self.number, self.multiprocessors = 0, 1
+        self.number, self.multiprocessors, self.largest_cluster = 0, 1, 16
         self.arrays: dict[int, np.ndarray] = {}
         self.launched: list[tuple[str, dict]] = []
 
@@ -62,26 +63,24 @@ class LentDevice:
     def capturing(self) -> bool:
         return False
 
-    def bind(
-        self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,
-        shared_bytes: int | None, cells: Any, places: dict[str, int], overlaps: bool,
-    ) -> Callable[[int], None]:  # fmt: skip
-        names = [name for name, _ in PARAMETERS[family]]
+    def bind(self, call: KernelCall, cells: Any, places: dict[str, int]) -> Callable[[int], None]:
+        names = [name for name, _ in PARAMETERS[call.family]]
 
         def launch(stream: int) -> None:
-            pairs = zip(names, values, strict=True)
+            pairs = zip(names, call.values, strict=True)
             now = tuple(cells[places[name]] if name in places else value for name, value in pairs)
-            self.launch(family, constants, grid, now, shared_bytes)
+            self.launch(*call._replace(values=now))
 
         return launch
 
     def launch(
         self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,
-        shared_bytes: int | None = None, overlaps: bool = False,
+        shared_bytes: int | None = None, overlaps: bool = False, cluster: int = 1,
     ) -> None:  # fmt: skip
         self.launched.append((family, constants))
         names = [name for name, _ in PARAMETERS[family]]
         assert len(names) == len(values), f"{family}: {len(values)} values for {len(names)} parameters"
         emulate(
-            family, constants, grid, dict(zip(names, values, strict=True)), list(self.arrays.values()), shared_bytes
-        )
+            family, constants, grid, dict(zip(names, values, strict=True)), list(self.arrays.values()), shared_bytes,
+            cluster,
+        )  # fmt: skip

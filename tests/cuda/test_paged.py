@@ -111,6 +111,42 @@ def test_matches_the_oracle(case, lent):
     testing.assert_close(result, expected)
 
 
+CLUSTERS = [
+    (16, 16, Case((200,))),
+    (16, 16, Case((40, 25), heads=(2, 1), layout={"dims": (128, 64)}, values={"logits_soft_cap": 2.0})),
+    (8, 2, Case((300, 0, 40), heads=(8, 2), options=("sinks",))),
+    (8, 8, Case((77, 130), rows=(2, 3), heads=(3, 1), options=("sinks", "alibi_slopes"), values={"window_left": 50})),
+    (8, 2, Case((400, 20, 9), heads=(4, 2), options=("sinks",))),
+    (4, 8, Case((90,), heads=(4, 1), cache="float8_e4m3fn", layout={"dims": (96, 128)}, options=("v_scale",))),
+    (4, 4, Case((150,), rows=(2,), options=("rope", "k_scale"), kernels=("paged_plain",))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("multiprocessors", "cluster", "case"), CLUSTERS, ids=str)
+def test_a_cluster_merges_its_blocks(multiprocessors, cluster, case, lent):
+    lent.multiprocessors = multiprocessors
+    q, kv, indptr, options = build(case)
+    plan = nbattn.plan(
+        kv, indptr, num_qo_heads=case.heads[0], window_left=options.get("window_left", -1),
+        causal=options.get("causal", True),
+    )  # fmt: skip
+    assert plan.tiling.cluster == cluster
+    result = nbattn.paged_attention(q, kv, indptr, plan=plan, return_lse=True, **options)
+    merges = {"merge_states"} if 0 in case.kv_lens else set()  # of empty rows
+    assert {family for family, _ in lent.launched} - {"prepare_query"} == {*case.kernels, *merges}
+    testing.assert_close(result, testing.expect(oracle.paged_attention, q, kv, indptr, **options))
+
+
+def test_what_clusters_are_not_for(lent):
+    """A given split size, so that the bits of a row do not depend on its neighbours, and many keys, also later."""
+    lent.multiprocessors = 16
+    kv = poisoned_cache(np.random.default_rng(4), [100])
+    assert nbattn.plan(kv, num_qo_heads=4).tiling.cluster == 16
+    assert nbattn.plan(kv, num_qo_heads=4, split_size=64).tiling.cluster == 1
+    assert nbattn.plan(kv, num_qo_heads=4, max_kv_len=4096).tiling.cluster == 16
+    assert nbattn.plan(kv, num_qo_heads=4, max_kv_len=4097).tiling.cluster == 1
+
+
 @pytest.mark.parametrize(
     ("q_dtype", "cache"), [("bfloat16", "bfloat16"), ("float16", "float8_e4m3fn"), ("float32", "float32")]
 )
