@@ -49,6 +49,18 @@ def gather_shape(cache: str, head_dim: int) -> GatherShape:
     return GatherShape(4, 3, 4)
 
 
+class WgmmaShape(NamedTuple):
+    """Keys of a tile, and tiles in the rings of K and of V."""
+
+    keys: int
+    stages: int
+
+
+def wgmma_shape(head_dim: int, full: bool) -> WgmmaShape:
+    """Return how the tile of warpgroups of a head-size class is laid out: as many keys as registers allow."""
+    return WgmmaShape(64 if full or head_dim > 128 else 128, 2)
+
+
 def needs_full(cache_dtype: str, head_dim: int, tile: str, features: bool) -> bool:
     """Return whether a call runs the variant with soft cap, ALiBi and masks; rarer kernels exist in no other."""
     rare = head_dim > 128 or cache_dtype in ("float8_e5m2", "int8")

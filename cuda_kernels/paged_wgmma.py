@@ -1,0 +1,246 @@
+"""Paged attention for many query rows on Hopper GPUs: two warpgroups multiply tiles of keys that all threads bring.
+
+A block takes 128 (row, head) pairs of one work item and KV head, 64 a warpgroup. q stays in shared memory. Tile j + 1
+is multiplied by q, and weights j by values, before the softmax of tile j + 1: the matrix units work while it runs.
+K and V have rings of their own, since a tile of V is used one turn after its keys.
+"""
+
+from __future__ import annotations
+
+from numba import cuda
+from numba.cuda import float32, int32, int64, types, uint32
+from numba.extending import register_jitable
+
+from nbattn.cuda_kernels import ptx, warpgroup
+from nbattn.cuda_kernels.compile import Kernel
+from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_store_states, make_write_rows
+from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules
+from nbattn.cuda_kernels.loops import keep_rolled
+from nbattn.cuda_kernels.rows import (
+    KEY_BEGIN,
+    KEY_END,
+    KEY_POSITION,
+    LIMITS_BYTES,
+    PAGE_BEGIN,
+    ROW_BEGIN,
+    ROW_END,
+    STATE,
+    item_and_head,
+    make_keys_of_warp,
+    make_rows_of_lanes,
+    make_score_tile,
+    row_and_head,
+    work_field,
+)
+from nbattn.cuda_kernels.shapes import PREFILL_ROWS, wgmma_shape
+from nbattn.cuda_kernels.tile import look_up, make_tile
+
+WARPS, ROWS, LANE_ROWS = PREFILL_ROWS // 16, 16, 2  # of a block, of a warp, of a lane
+
+
+def make(cache: str, head_dim: int, full: bool) -> Kernel:
+    """Return the kernel for a 16-bit cache format and a head-size class; see `paged_decode.make`."""
+    KEYS, STAGES = wgmma_shape(head_dim, full)
+    FETCHED, WORDS, ALL = KEYS // WARPS, KEYS // 32, (1 << 32) - 1
+    store_bits = ptx.shared_store_u16 if FETCHED == 16 else ptx.shared_store_u8
+    tile = make_tile(cache, head_dim, KEYS, FETCHED, 1, PREFILL_ROWS)
+    TILE, PITCH = KEYS * tile.K_ROW, 4 * head_dim + 32
+    K_RING = PREFILL_ROWS * tile.K_ROW
+    V_RING = K_RING + STAGES * TILE
+    BITS = max(V_RING + STAGES * TILE, PREFILL_ROWS * PITCH)  # accumulators take the place of q, K and V
+    ENDS = BITS + 16 * STAGES
+    PARTIALS = ENDS + 4 * WARPS
+    LIMITS = PARTIALS + PREFILL_ROWS * 8
+    SCRATCH = LIMITS + PREFILL_ROWS * LIMITS_BYTES
+    SHARED = SCRATCH + WARPS * 1024
+    S_NUMBERS, P_WORDS, O_NUMBERS = tile.S_NUMBERS, tile.P_WORDS, tile.O_NUMBERS
+    set_up_lanes, recall_rows = make_rows_of_lanes(tile.load_query, LANE_ROWS, full)
+    score_tile, keys_of_warp = make_score_tile(KEYS, LANE_ROWS, full), make_keys_of_warp(1, (1, 2, 4, 8, 16))
+    store_states = make_store_states(False, head_dim // 8, LANE_ROWS)
+    fetch_rows, weigh, rescale, pack_weights = tile.fetch_rows, tile.weigh, tile.rescale, tile.pack_weights
+    has_nonfinite, select_values, unpack = tile.has_nonfinite, tile.select_values, tile.unpack
+    publish, write_rows = make_publish(tile.out_dim, head_dim // 8, PITCH, LANE_ROWS), make_write_rows(1, ROWS)
+    multiply_keys = warpgroup.make_multiply_keys(tile.OWN_KIND, KEYS, head_dim, PREFILL_ROWS)
+    multiply_values = warpgroup.make_multiply_values(tile.OWN_KIND, KEYS, head_dim)
+    hold_scores, hold_sums = warpgroup.make_hold(S_NUMBERS), warpgroup.make_hold(O_NUMBERS)
+    wait_for_scores, wait_for_sums = warpgroup.WAIT_PRODUCTS[1], warpgroup.WAIT_PRODUCTS[0]
+    wait_for_keys, wait_for_tile = ptx.WAIT_COPIES[STAGES - 1], ptx.WAIT_COPIES[STAGES - 2]
+    wait_for_all, any_of_block, publish_writes = ptx.WAIT_COPIES[0], warpgroup.any_of_block, warpgroup.publish_writes
+    KEYS_BITS, VALUES_BITS = warpgroup.descriptor_bits(KEYS, False), warpgroup.descriptor_bits(KEYS, True)
+
+    @register_jitable
+    def bring(k_tile, bits_at, v_tile, page, slot, last_page, last_slot, lane, pages):
+        """Start copying the warp's keys of one tile, and their values of the tile before."""
+        found = fetch_rows(k_tile, pages.k, pages.k_page, pages.k_slot, pages.k_bytes, pages.num_pages, page, slot,
+                           lane)  # fmt: skip
+        if lane == int32(0):
+            store_bits(bits_at, found)
+        fetch_rows(v_tile, pages.v, pages.v_page, pages.v_slot, pages.v_bytes, pages.num_pages, last_page, last_slot,
+                   lane)  # fmt: skip
+        ptx.commit_copies()
+
+    @register_jitable
+    def give_weights(s, m, d_sum, alphas, bits_at, key0, limits, lane, all_low, all_high, key_position, rules):
+        """Turn products into weights; return (whether maxima rise, whether a row drops a key whose value is there)."""
+        first, end = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int32)
+        unit, slope = cuda.local.array(LANE_ROWS, types.float32), cuda.local.array(LANE_ROWS, types.float32)
+        position, mask_at = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int64)
+        factor, bits = cuda.local.array(LANE_ROWS, types.float32), cuda.local.array(WORDS, types.uint32)
+        recall_rows(unit, first, end, slope, position, mask_at, limits, lane)
+        whole = not full and key0 >= all_low and int32(key0 + int32(KEYS)) <= all_high
+        for i in range(WORDS):
+            bits[i] = ptx.shared_load_u32(bits_at + int32(4 * i))
+            whole = whole and bits[i] == uint32(ALL)
+        whole = whole and unit[0] >= float32(0)  # the largest product has the largest score
+        dropped = int32(0)
+        if not whole:
+            dropped = score_tile(s, bits, key0, lane & int32(3), False, unit, first, end, slope, position, mask_at,
+                                 key_position, rules)  # fmt: skip
+        for i in range(LANE_ROWS):
+            factor[i] = unit[i] if whole else float32(1)
+        return weigh(s, factor, m, d_sum, alphas), dropped
+
+    @register_jitable
+    def take_nonfinite(s, p, o, v_tile, scratch, warp, lane):
+        """If the tile of V holds an infinity or a NaN, add its products where 0 * NaN is never formed, and clear it."""
+        mine = v_tile + warp * int32(TILE // WARPS)
+        if any_of_block(int32(has_nonfinite(mine, lane))) != int32(0):
+            for i in range(P_WORDS):
+                s[2 * i], s[2 * i + 1] = unpack(p[i])
+            select_values(s, o, v_tile, scratch, lane)
+            ptx.sync_block()
+            for i in range(TILE // WARPS // 512):
+                at = mine + int32(512 * i) + (lane << int32(4))
+                ptx.shared_store_4f32(at, float32(0), float32(0), float32(0), float32(0))
+            publish_writes()
+            ptx.sync_block()
+
+    def paged_wgmma(
+        work, row_position, row_request, row_index, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
+        v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads, scale,
+        window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key, mask_kind,
+        rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head, out_dim,
+        out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
+        gate_kind,
+    ):  # fmt: skip
+        ptx.let_next_start()
+        item, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
+        thread = int32(cuda.threadIdx.x)
+        warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
+        first_pair = int32(cuda.blockIdx.y * PREFILL_ROWS + warp * int32(ROWS))
+        row_begin = work_field(work, item, ROW_BEGIN)
+        pairs = int32((work_field(work, item, ROW_END) - row_begin) * group_size)
+        if int32(cuda.blockIdx.y * PREFILL_ROWS) >= pairs:
+            ptx.wait_for_earlier()
+            return
+        shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 1024))
+        partials, scratch = shared + int32(PARTIALS) + warp * int32(ROWS * 8), shared + int32(SCRATCH) + warp * int32(1024)
+        queries = Queries(q, q_row, q_head, q_kind, head_dim_qk, group_size, scale)
+        pages = Pages(k + int64(kv_head) * k_head, k_page, k_slot, head_dim_qk * int32(2),
+                      v + int64(kv_head) * v_head, v_page, v_slot, head_dim_vo * int32(2), num_pages)  # fmt: skip
+        rules = Rules(row_position, row_request, row_index, window_left, chunk_size, soft_cap, alibi_slopes, mask,
+                      mask_request, mask_head, mask_row, mask_key, mask_kind)  # fmt: skip
+        result = Result(num_qo_heads, head_dim_vo, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse,
+                        lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
+                        gate_kind)  # fmt: skip
+        page_begin, key_position = work_field(work, item, PAGE_BEGIN), work_field(work, item, KEY_POSITION)
+
+        # each warp brings its FETCHED keys of every tile; the first ones before anything that waits for memory
+        key0, key_end = work_field(work, item, KEY_BEGIN), work_field(work, item, KEY_END)
+        ahead = int32(key0 + warp * int32(FETCHED) + (lane & int32(FETCHED - 1)))
+        k_place = shared + int32(K_RING) + warp * int32(FETCHED * 128)
+        v_place = shared + int32(V_RING) + warp * int32(FETCHED * 128)
+        bits_place = shared + int32(BITS) + warp * int32(FETCHED // 8)
+        page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+        last_page, last_slot = int32(-1), int32(0)
+        for stage in range(STAGES):
+            before = (stage + STAGES - 1) % STAGES
+            bring(k_place + int32(stage * TILE), bits_place + int32(stage * 4 * WORDS), v_place + int32(before * TILE),
+                  page, slot, last_page, last_slot, lane, pages)  # fmt: skip
+            ahead = int32(ahead + int32(KEYS))
+            last_page, last_slot = page, slot
+            page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+
+        first, end = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int32)
+        limits, query = shared + int32(LIMITS) + warp * int32(ROWS * LIMITS_BYTES), shared + warp * int32(ROWS * 128)
+        set_up_lanes(query, first, end, limits, work, item, first_pair, pairs, kv_head, lane, queries, rules)
+        _, high, all_low, all_high = keys_of_warp(first, end)
+        ends = shared + int32(ENDS)  # of what the warps see
+        if lane == int32(0):
+            ptx.shared_store_u32(ends + (warp << int32(2)), uint32(high))
+        wait_for_keys()
+        publish_writes()
+        ptx.sync_block()
+        seen_end = int32(0)
+        for w in range(WARPS):
+            seen_end = int32(max(seen_end, int32(ptx.shared_load_u32(ends + int32(4 * w)))))
+        key_end = int32(min(key_end, seen_end))
+
+        s, p = cuda.local.array(S_NUMBERS, types.float32), cuda.local.array(P_WORDS, types.uint32)
+        o, alphas = cuda.local.array(O_NUMBERS, types.float32), cuda.local.array(LANE_ROWS, types.float32)
+        m, d_sum = cuda.local.array(LANE_ROWS, types.float32), cuda.local.array(LANE_ROWS, types.float32)
+        for i in range(O_NUMBERS):
+            o[i] = float32(0)
+        for i in range(LANE_ROWS):
+            m[i], d_sum[i] = EMPTY, float32(0)
+        q_at = int64(KEYS_BITS) + int64((shared + (warp >> int32(2)) * int32(64 * 128)) >> int32(4))
+        k_at = int64(KEYS_BITS) + int64((shared + int32(K_RING)) >> int32(4))
+        v_at = int64(VALUES_BITS) + int64((shared + int32(V_RING)) >> int32(4))
+        multiply_keys(s, q_at, k_at)
+        wait_for_sums()
+        hold_scores(s)
+        _, dropped = give_weights(s, m, d_sum, alphas, shared + int32(BITS), key0, limits, lane, all_low, all_high,
+                                  key_position, rules)  # fmt: skip
+        pack_weights(s, p)
+        stage = int32(0)
+        while int32(key0 + int32(KEYS)) < key_end:
+            lane = ptx.from_lane_i32(lane, lane)  # or all that follows from it would stay in registers, and spill
+            wait_for_tile()
+            publish_writes()
+            if any_of_block(dropped) != int32(0):
+                take_nonfinite(s, p, o, shared + int32(V_RING) + stage * int32(TILE), scratch, warp, lane)
+            after = int32(stage + int32(1)) if stage < int32(STAGES - 1) else int32(0)
+            before = int32(stage - int32(1)) if stage > int32(0) else int32(STAGES - 1)
+            multiply_keys(s, q_at, k_at + int64(after * int32(TILE >> 4)))
+            multiply_values(o, p, v_at + int64(stage * int32(TILE >> 4)))
+            bring(k_place + stage * int32(TILE), bits_place + stage * int32(4 * WORDS), v_place + before * int32(TILE),
+                  page, slot, last_page, last_slot, lane, pages)  # fmt: skip
+            ahead = int32(ahead + int32(KEYS))
+            last_page, last_slot = page, slot
+            page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+            key0, stage = int32(key0 + int32(KEYS)), after
+            wait_for_scores()
+            hold_scores(s)
+            rises, dropped = give_weights(s, m, d_sum, alphas, shared + int32(BITS) + stage * int32(4 * WORDS), key0,
+                                          limits, lane, all_low, all_high, key_position, rules)  # fmt: skip
+            wait_for_sums()
+            hold_sums(o)
+            if rises:
+                rescale(o, alphas)
+            pack_weights(s, p)
+            keep_rolled()
+        wait_for_tile()
+        publish_writes()
+        if any_of_block(dropped) != int32(0):
+            take_nonfinite(s, p, o, shared + int32(V_RING) + stage * int32(TILE), scratch, warp, lane)
+        multiply_values(o, p, v_at + int64(stage * int32(TILE >> 4)))
+        wait_for_sums()
+        hold_sums(o)
+
+        wait_for_all()
+        count = int32(min(int32(ROWS), pairs - first_pair))
+        row, qo_head = row_and_head(min(first_pair + lane, pairs - int32(1)), row_begin, kv_head, group_size)
+        state = work_field(work, item, STATE)
+        if state >= int32(0):
+            slot = int64(state + row - row_begin) * int64(num_qo_heads) + int64(qo_head)
+            store_states(o, m, d_sum, lane, slot, count, result)
+        else:
+            ptx.sync_block()
+            accumulators = shared + warp * int32(ROWS * PITCH)
+            publish(o, m, d_sum, accumulators, partials, lane)
+            ptx.sync_warp()
+            write_rows(accumulators, int32(PITCH), partials, int32(0), int32(1), count, lane, row, qo_head, kv_head,
+                       state, result)  # fmt: skip
+        ptx.wait_for_earlier()
+
+    return Kernel(paged_wgmma, 32 * WARPS, 1, SHARED)
