@@ -23,6 +23,7 @@ from nbattn.cuda_kernels.shapes import (
     head_size_class,
     merge_team,
     needs_full,
+    paged_family,
     shared_bytes_for,
 )
 
@@ -167,7 +168,8 @@ def paged_specialisation(
     features = bool(options.soft_cap) or options.alibi_slopes is not None or options.attn_mask is not None
     full = needs_full(cache_dtype, size, tile, features)
     constants = {"cache": cache_dtype, "head_dim": size, "full": full}
-    return f"paged_{tile}", constants, DECODE_ROWS if tile == "decode" else PREFILL_ROWS, None
+    family = paged_family(tile, cache_dtype, device.compute_capability)
+    return family, constants, DECODE_ROWS if tile == "decode" else PREFILL_ROWS, None
 
 
 class KernelCall(NamedTuple):

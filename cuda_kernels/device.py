@@ -16,7 +16,7 @@ class Device:
     def __init__(self) -> None:
         self.cupy = launch.cupy()
         self.number = int(self.cupy.cuda.runtime.getDevice())
-        launch.compute_capability(self.number)
+        self.compute_capability = launch.compute_capability(self.number)
         self.multiprocessors = int(self.cupy.cuda.Device(self.number).attributes["MultiProcessorCount"])
 
     def holds(self, array: Any) -> bool:

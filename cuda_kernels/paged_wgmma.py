@@ -134,7 +134,10 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             ptx.wait_for_earlier()
             return
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 1024))
-        partials, scratch = shared + int32(PARTIALS) + warp * int32(ROWS * 8), shared + int32(SCRATCH) + warp * int32(1024)
+        partials, scratch = (
+            shared + int32(PARTIALS) + warp * int32(ROWS * 8),
+            shared + int32(SCRATCH) + warp * int32(1024),
+        )
         queries = Queries(q, q_row, q_head, q_kind, head_dim_qk, group_size, scale)
         pages = Pages(k + int64(kv_head) * k_head, k_page, k_slot, head_dim_qk * int32(2),
                       v + int64(kv_head) * v_head, v_page, v_slot, head_dim_vo * int32(2), num_pages)  # fmt: skip

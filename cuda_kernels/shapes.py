@@ -49,6 +49,12 @@ def gather_shape(cache: str, head_dim: int) -> GatherShape:
     return GatherShape(4, 3, 4)
 
 
+def paged_family(tile: str, cache: str, compute_capability: tuple[int, int]) -> str:
+    """Return the kernel family that serves a tile: prefill of 16-bit caches has its own on exactly Hopper GPUs."""
+    wide = cache in ("float16", "bfloat16")
+    return "paged_wgmma" if tile == "prefill" and wide and compute_capability == (9, 0) else f"paged_{tile}"
+
+
 class WgmmaShape(NamedTuple):
     """Keys of a tile, and tiles in the rings of K and of V."""
 

@@ -164,7 +164,8 @@ def make_tile(
         """
         exists = mapped_page(page, num_pages)
         mapped = ptx.ballot(int32(exists))
-        offset = (int64(page) if exists else int64(0)) * page_stride + (int64(slot) if exists else int64(0)) * slot_stride
+        page, slot = int64(page) if exists else int64(0), int64(slot) if exists else int64(0)
+        offset = page * page_stride + slot * slot_stride
         column, first = lane & int32(7), lane >> int32(3)
         rows += int64(column << int32(4))
         for i in range(fetched // 4):  # 8 lanes a row, 4 rows a turn

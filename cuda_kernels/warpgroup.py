@@ -10,6 +10,7 @@ rows that are multiplied along their dimensions (q and K) as well as across them
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -101,8 +102,7 @@ def make_multiply_keys(kind: str, keys: int, head_dim: int, query_rows: int) -> 
     def multiply_keys(typingctx, s, query, tile):
         return signature(types.void, s, types.int64, types.int64), codegen
 
-    multiply_keys.__name__ = f"warpgroup_keys_{kind}_{keys}_{head_dim}"
-    return intrinsic(multiply_keys)
+    return _product(multiply_keys, text, keeps=False)
 
 
 def make_multiply_values(kind: str, keys: int, head_dim: int) -> Any:
@@ -125,8 +125,14 @@ def make_multiply_values(kind: str, keys: int, head_dim: int) -> Any:
     def multiply_values(typingctx, o, p, tile):
         return signature(types.void, o, p, types.int64), codegen
 
-    multiply_values.__name__ = f"warpgroup_values_{kind}_{keys}_{head_dim}"
-    return intrinsic(multiply_values)
+    return _product(multiply_values, text, keeps=True)
+
+
+def _product(typing: Callable, text: str, *, keeps: bool) -> Any:
+    """Return the intrinsic, which carries its text for those who interpret it, and whether it adds to what is there."""
+    found = intrinsic(typing)
+    found.product = text, keeps
+    return found
 
 
 def make_hold(count: int) -> Any:

@@ -16,6 +16,7 @@ class LentDevice:
 
     def __init__(self) -> None:
         self.multiprocessors = 1
+        self.compute_capability = (8, 0)
         self.arrays: dict[int, np.ndarray] = {}
         self.launched: list[tuple[str, dict]] = []
 

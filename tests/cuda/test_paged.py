@@ -60,6 +60,19 @@ TILES = [
     Case((30,), rows=(20,), options=("bool_mask", "sinks"), values={"logits_soft_cap": 3.0},
          kernels=("paged_prefill",)),
 ]  # fmt: skip
+HOPPER = [
+    Case((300,), rows=(128,), heads=(1, 1), layout={"page_size": 16}),
+    Case((37,), heads=(20, 1), layout={"dims": (128, 128)}),
+    Case((270, 25), rows=(11, 9), q="float16", layout={"dims": (128, 96), "page_size": 7}),
+    Case((150,), rows=(131,), heads=(1, 1), values={"window_left": 20, "split_size": 64},
+         kernels=("paged_decode", "paged_wgmma", "merge_states")),
+    Case((140,), rows=(20,), heads=(2, 1), layout={"dims": (160, 192), "hnd": True}),
+    Case((140, 9), rows=(20, 9), layout={"unmapped": True, "page_size": 4}, values={"causal": False}),
+    Case((30,), rows=(20,), q="float16", options=("bool_mask", "sinks"), values={"logits_soft_cap": 3.0}),
+    Case((150,), rows=(20,), options=("float_mask", "alibi_slopes", "v_scale"), layout={"dims": (128, 128)}),
+    Case((20, 0), rows=(30, 20), values={"sm_scale": -0.3, "chunk_size": 12, "lse_base": "e"}),
+]  # fmt: skip
+HOPPER = [Case(**{**vars(c), "kernels": c.kernels if len(c.kernels) > 1 else ("paged_wgmma",)}) for c in HOPPER]
 PLAIN = [
     Case((5,), q="float32"),
     Case((70, 0, 17), q="float32", layout={"dims": (7, 33)}, values={"split_size": 32},
@@ -98,6 +111,12 @@ def build(case: Case) -> tuple[np.ndarray, nbattn.PagedKV, np.ndarray, dict[str,
     }
     options = {("attn_mask" if "mask" in name else name): made[name]() for name in case.options}
     return q, kv, indptr, {**options, **case.values}
+
+
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_warpgroups_match_the_oracle(case, lent):
+    lent.compute_capability = (9, 0)
+    test_matches_the_oracle(case, lent)
 
 
 @pytest.mark.parametrize("case", TILES + PLAIN, ids=str)
