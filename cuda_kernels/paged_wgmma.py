@@ -32,26 +32,27 @@ from nbattn.cuda_kernels.rows import (
     row_and_head,
     work_field,
 )
-from nbattn.cuda_kernels.shapes import PREFILL_ROWS, wgmma_shape
+from nbattn.cuda_kernels.shapes import wgmma_shape
 from nbattn.cuda_kernels.tile import look_up, make_tile
 
-WARPS, ROWS, LANE_ROWS = PREFILL_ROWS // 16, 16, 2  # of a block, of a warp, of a lane
+ROWS, LANE_ROWS = 16, 2  # of a warp, of a lane
 
 
 def make(cache: str, head_dim: int, full: bool) -> Kernel:
     """Return the kernel for a 16-bit cache format and a head-size class; see `paged_decode.make`."""
-    KEYS, STAGES = wgmma_shape(head_dim, full)
+    GROUPS, KEYS, STAGES, BLOCKS = wgmma_shape(head_dim, full)
+    WARPS, ALL_ROWS = 4 * GROUPS, 64 * GROUPS
     FETCHED, WORDS, ALL = KEYS // WARPS, KEYS // 32, (1 << 32) - 1
-    store_bits = ptx.shared_store_u16 if FETCHED == 16 else ptx.shared_store_u8
-    tile = make_tile(cache, head_dim, KEYS, FETCHED, 1, PREFILL_ROWS)
+    store_bits = {8: ptx.shared_store_u8, 16: ptx.shared_store_u16, 32: ptx.shared_store_u32}[FETCHED]
+    tile = make_tile(cache, head_dim, KEYS, FETCHED, 1, ALL_ROWS)
     TILE, PITCH = KEYS * tile.K_ROW, 4 * head_dim + 32
-    K_RING = PREFILL_ROWS * tile.K_ROW
+    K_RING = ALL_ROWS * tile.K_ROW
     V_RING = K_RING + STAGES * TILE
-    BITS = max(V_RING + STAGES * TILE, PREFILL_ROWS * PITCH)  # accumulators take the place of q, K and V
+    BITS = max(V_RING + STAGES * TILE, ALL_ROWS * PITCH)  # accumulators take the place of q, K and V
     ENDS = BITS + 16 * STAGES
     PARTIALS = ENDS + 4 * WARPS
-    LIMITS = PARTIALS + PREFILL_ROWS * 8
-    SCRATCH = LIMITS + PREFILL_ROWS * LIMITS_BYTES
+    LIMITS = PARTIALS + ALL_ROWS * 8
+    SCRATCH = LIMITS + ALL_ROWS * LIMITS_BYTES
     SHARED = SCRATCH + WARPS * 1024
     S_NUMBERS, P_WORDS, O_NUMBERS = tile.S_NUMBERS, tile.P_WORDS, tile.O_NUMBERS
     set_up_lanes, recall_rows = make_rows_of_lanes(tile.load_query, LANE_ROWS, full)
@@ -60,7 +61,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     fetch_rows, weigh, rescale, pack_weights = tile.fetch_rows, tile.weigh, tile.rescale, tile.pack_weights
     has_nonfinite, select_values, unpack = tile.has_nonfinite, tile.select_values, tile.unpack
     publish, write_rows = make_publish(tile.out_dim, head_dim // 8, PITCH, LANE_ROWS), make_write_rows(1, ROWS)
-    multiply_keys = warpgroup.make_multiply_keys(tile.OWN_KIND, KEYS, head_dim, PREFILL_ROWS)
+    multiply_keys = warpgroup.make_multiply_keys(tile.OWN_KIND, KEYS, head_dim, ALL_ROWS)
     multiply_values = warpgroup.make_multiply_values(tile.OWN_KIND, KEYS, head_dim)
     hold_scores, hold_sums = warpgroup.make_hold(S_NUMBERS), warpgroup.make_hold(O_NUMBERS)
     wait_for_scores, wait_for_sums = warpgroup.WAIT_PRODUCTS[1], warpgroup.WAIT_PRODUCTS[0]
@@ -127,10 +128,10 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         item, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
-        first_pair = int32(cuda.blockIdx.y * PREFILL_ROWS + warp * int32(ROWS))
+        first_pair = int32(cuda.blockIdx.y * ALL_ROWS + warp * int32(ROWS))
         row_begin = work_field(work, item, ROW_BEGIN)
         pairs = int32((work_field(work, item, ROW_END) - row_begin) * group_size)
-        if int32(cuda.blockIdx.y * PREFILL_ROWS) >= pairs:
+        if int32(cuda.blockIdx.y * ALL_ROWS) >= pairs:
             ptx.wait_for_earlier()
             return
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 1024))
@@ -216,6 +217,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             hold_scores(s)
             rises, dropped = give_weights(s, m, d_sum, alphas, shared + int32(BITS) + stage * int32(4 * WORDS), key0,
                                           limits, lane, all_low, all_high, key_position, rules)  # fmt: skip
+            ptx.shared_store_f32(partials + (lane << int32(2)), d_sum[0] + d_sum[1])  # keeps the softmax before the wait
             wait_for_sums()
             hold_sums(o)
             if rises:
@@ -246,4 +248,4 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
                        state, result)  # fmt: skip
         ptx.wait_for_earlier()
 
-    return Kernel(paged_wgmma, 32 * WARPS, 1, SHARED)
+    return Kernel(paged_wgmma, 32 * WARPS, BLOCKS, SHARED)

@@ -56,15 +56,17 @@ def paged_family(tile: str, cache: str, compute_capability: tuple[int, int]) -> 
 
 
 class WgmmaShape(NamedTuple):
-    """Keys of a tile, and tiles in the rings of K and of V."""
+    """Warpgroups of a block, keys of a tile, tiles in the rings of K and of V, and blocks of a multiprocessor."""
 
+    warpgroups: int
     keys: int
     stages: int
+    blocks: int
 
 
 def wgmma_shape(head_dim: int, full: bool) -> WgmmaShape:
     """Return how the tile of warpgroups of a head-size class is laid out: as many keys as registers allow."""
-    return WgmmaShape(64 if full or head_dim > 128 else 128, 2)
+    return WgmmaShape(2, 64 if full or head_dim > 128 else 128, 2, 1)
 
 
 def needs_full(cache_dtype: str, head_dim: int, tile: str, features: bool) -> bool:

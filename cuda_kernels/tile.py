@@ -232,13 +232,13 @@ def make_tile(
             base = shift(top)
             alpha = state_weight(m[i], base)
             m[i] = top
-            total = d_sum[i] * alpha
+            even, odd = d_sum[i] * alpha, float32(0)
             for n in range(2 * GROUPS):
                 for e in range(2):
-                    weight = state_weight(s[j + 4 * n + e] * factor[i], base)
-                    s[j + 4 * n + e] = weight
-                    total += weight
-            d_sum[i], alphas[i] = total, alpha
+                    s[j + 4 * n + e] = state_weight(s[j + 4 * n + e] * factor[i], base)
+                even += s[j + 4 * n]
+                odd += s[j + 4 * n + 1]
+            d_sum[i], alphas[i] = even + odd, alpha
             if alpha != float32(1):
                 rises = int32(1)
         return ptx.ballot(rises) != uint32(0)  # seldom after the first tiles
