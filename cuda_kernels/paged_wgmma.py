@@ -15,7 +15,7 @@ from nbattn.cuda_kernels import ptx, warpgroup
 from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_store_states, make_write_rows
 from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules
-from nbattn.cuda_kernels.loops import keep_rolled
+from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
 from nbattn.cuda_kernels.rows import (
     KEY_BEGIN,
     KEY_END,
@@ -41,7 +41,7 @@ ROWS, LANE_ROWS = 16, 2  # of a warp, of a lane
 def make(cache: str, head_dim: int, full: bool) -> Kernel:
     """Return the kernel for a 16-bit cache format and a head-size class; see `paged_decode.make`."""
     GROUPS, KEYS, STAGES, BLOCKS = wgmma_shape(head_dim, full)
-    WARPS, ALL_ROWS = 4 * GROUPS, 64 * GROUPS
+    WARPS, ALL_ROWS, AHEAD = 4 * GROUPS, 64 * GROUPS, STAGES + 1
     FETCHED, WORDS, ALL = KEYS // WARPS, KEYS // 32, (1 << 32) - 1
     store_bits = {8: ptx.shared_store_u8, 16: ptx.shared_store_u16, 32: ptx.shared_store_u32}[FETCHED]
     tile = make_tile(cache, head_dim, KEYS, FETCHED, 1, ALL_ROWS)
@@ -70,15 +70,17 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     KEYS_BITS, VALUES_BITS = warpgroup.descriptor_bits(KEYS, False), warpgroup.descriptor_bits(KEYS, True)
 
     @register_jitable
-    def bring(k_tile, bits_at, v_tile, page, slot, last_page, last_slot, lane, pages):
-        """Start copying the warp's keys of one tile, and their values of the tile before."""
+    def bring_keys(k_tile, bits_at, page, slot, lane, pages):
+        """Start copying the warp's keys of one tile."""
         found = fetch_rows(k_tile, pages.k, pages.k_page, pages.k_slot, pages.k_bytes, pages.num_pages, page, slot,
                            lane)  # fmt: skip
         if lane == int32(0):
             store_bits(bits_at, found)
-        fetch_rows(v_tile, pages.v, pages.v_page, pages.v_slot, pages.v_bytes, pages.num_pages, last_page, last_slot,
-                   lane)  # fmt: skip
-        ptx.commit_copies()
+
+    @register_jitable
+    def bring_values(v_tile, page, slot, lane, pages):
+        """Start copying the warp's values of one tile."""
+        fetch_rows(v_tile, pages.v, pages.v_page, pages.v_slot, pages.v_bytes, pages.num_pages, page, slot, lane)
 
     @register_jitable
     def give_weights(s, m, d_sum, alphas, bits_at, key0, limits, lane, all_low, all_high, key_position, rules):
@@ -155,15 +157,20 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         k_place = shared + int32(K_RING) + warp * int32(FETCHED * 128)
         v_place = shared + int32(V_RING) + warp * int32(FETCHED * 128)
         bits_place = shared + int32(BITS) + warp * int32(FETCHED // 8)
-        page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
-        last_page, last_slot = int32(-1), int32(0)
-        for stage in range(STAGES):
-            before = (stage + STAGES - 1) % STAGES
-            bring(k_place + int32(stage * TILE), bits_place + int32(stage * 4 * WORDS), v_place + int32(before * TILE),
-                  page, slot, last_page, last_slot, lane, pages)  # fmt: skip
+        pages_ahead, slots_ahead = cuda.local.array(AHEAD, types.int32), cuda.local.array(AHEAD, types.int32)
+        for i in range(AHEAD):
+            pages_ahead[i], slots_ahead[i] = look_up(ahead, key_end, page_begin, kv_indices, page_size)
             ahead = int32(ahead + int32(KEYS))
-            last_page, last_slot = page, slot
-            page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+            unroll_fully()
+        for i in range(STAGES):
+            bring_keys(k_place + int32(i * TILE), bits_place + int32(i * 4 * WORDS), pages_ahead[i], slots_ahead[i],
+                       lane, pages)  # fmt: skip
+            if i > 0:
+                bring_values(v_place + int32((i - 1) * TILE), pages_ahead[i - 1], slots_ahead[i - 1], lane, pages)
+            ptx.commit_copies()
+            unroll_fully()
+        last_page, last_slot = pages_ahead[STAGES - 1], slots_ahead[STAGES - 1]
+        page, slot = pages_ahead[STAGES], slots_ahead[STAGES]
 
         first, end = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int32)
         limits, query = shared + int32(LIMITS) + warp * int32(ROWS * LIMITS_BYTES), shared + warp * int32(ROWS * 128)
@@ -207,11 +214,12 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             before = int32(stage - int32(1)) if stage > int32(0) else int32(STAGES - 1)
             multiply_keys(s, q_at, k_at + int64(after * int32(TILE >> 4)))
             multiply_values(o, p, v_at + int64(stage * int32(TILE >> 4)))
-            bring(k_place + stage * int32(TILE), bits_place + stage * int32(4 * WORDS), v_place + before * int32(TILE),
-                  page, slot, last_page, last_slot, lane, pages)  # fmt: skip
-            ahead = int32(ahead + int32(KEYS))
+            bring_keys(k_place + stage * int32(TILE), bits_place + stage * int32(4 * WORDS), page, slot, lane, pages)
+            bring_values(v_place + before * int32(TILE), last_page, last_slot, lane, pages)
+            ptx.commit_copies()
             last_page, last_slot = page, slot
             page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+            ahead = int32(ahead + int32(KEYS))
             key0, stage = int32(key0 + int32(KEYS)), after
             wait_for_scores()
             hold_scores(s)

@@ -110,8 +110,8 @@ def merge_team(
     return bits, group_bits, grid
 
 
-def specialisations() -> list[tuple[str, dict[str, str | int | bool]]]:
-    """Return every specialisation there is, as (family, constants): what tests and `warmup` go through."""
+def specialisations(compute_capability: tuple[int, int]) -> list[tuple[str, dict[str, str | int | bool]]]:
+    """Return every specialisation that a device's calls may take, as (family, constants)."""
     found: list[tuple[str, dict[str, str | int | bool]]] = []
     for cache in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "float32"):
         found += [("paged_plain", {"cache": cache}), ("gather_plain", {"cache": cache})]
@@ -121,7 +121,8 @@ def specialisations() -> list[tuple[str, dict[str, str | int | bool]]]:
             found.append(("gather_attention", {"cache": cache, "head_dim": size}))
             for tile in ("decode", "prefill"):
                 for full in sorted({needs_full(cache, size, tile, features) for features in (False, True)}):
-                    found.append((f"paged_{tile}", {"cache": cache, "head_dim": size, "full": full}))
+                    family = paged_family(tile, cache, compute_capability)
+                    found.append((family, {"cache": cache, "head_dim": size, "full": full}))
     for vector in (False, True):
         found += [("merge_states", {"vector": vector}), ("merge_pair", {"vector": vector})]
     found += [("append_rows", {"unit": unit}) for unit in (1, 2, 4, 16)]

@@ -131,10 +131,17 @@ def test_matches_the_oracle(case, lent):
 
 
 @pytest.mark.parametrize(
-    ("q_dtype", "cache"), [("bfloat16", "bfloat16"), ("float16", "float8_e4m3fn"), ("float32", "float32")]
+    ("q_dtype", "cache", "capability"),
+    [
+        ("bfloat16", "bfloat16", (8, 0)),
+        ("bfloat16", "bfloat16", (9, 0)),
+        ("float16", "float8_e4m3fn", (8, 0)),
+        ("float32", "float32", (8, 0)),
+    ],
 )
-def test_a_nan_reaches_only_the_rows_that_keep_it(q_dtype, cache, lent):
+def test_a_nan_reaches_only_the_rows_that_keep_it(q_dtype, cache, capability, lent):
     """The value of a key that one row of a tile keeps and another drops is selected away, not multiplied by 0."""
+    lent.compute_capability = capability
     rng = np.random.default_rng(3)
     for rows, poisoned in ((2, [30]), (40, [30, 12])):
         kv = poisoned_cache(rng, [31], dtype=cache)
