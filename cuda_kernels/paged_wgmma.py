@@ -1,8 +1,10 @@
-"""Paged attention for many query rows on Hopper GPUs: two warpgroups multiply tiles of keys that all threads bring.
+"""Paged attention for many query rows on Hopper GPUs: two warpgroups take turns at the matrix units.
 
-A block takes 128 (row, head) pairs of one work item and KV head, 64 a warpgroup. q stays in shared memory. Tile j + 1
-is multiplied by q, and weights j by values, before the softmax of tile j + 1: the matrix units work while it runs.
-K and V have rings of their own, since a tile of V is used one turn after its keys.
+A block takes 128 (row, head) pairs of one work item and KV head, 64 a warpgroup. q stays in shared memory. While one
+warpgroup multiplies tile j + 1 by q and its weights of tile j by values, the other turns its products into weights;
+then they change places. Two barriers of the block a tile keep them so: all that both need lies ready, and is free
+again, from every second barrier on, where the first warpgroup begins to multiply. From there on all threads bring the
+tile after the next. K and V have rings of their own, since a tile of V is used one turn after its keys.
 """
 
 from __future__ import annotations
@@ -32,27 +34,27 @@ from nbattn.cuda_kernels.rows import (
     row_and_head,
     work_field,
 )
-from nbattn.cuda_kernels.shapes import wgmma_shape
+from nbattn.cuda_kernels.shapes import PREFILL_ROWS, wgmma_keys
 from nbattn.cuda_kernels.tile import look_up, make_tile
 
-ROWS, LANE_ROWS = 16, 2  # of a warp, of a lane
+WARPS, ROWS, LANE_ROWS = PREFILL_ROWS // 16, 16, 2  # of a block, of a warp, of a lane
+STAGES = 2  # tiles in the rings of K and of V
 
 
 def make(cache: str, head_dim: int, full: bool) -> Kernel:
     """Return the kernel for a 16-bit cache format and a head-size class; see `paged_decode.make`."""
-    GROUPS, KEYS, STAGES, BLOCKS = wgmma_shape(head_dim, full)
-    WARPS, ALL_ROWS, AHEAD = 4 * GROUPS, 64 * GROUPS, STAGES + 1
+    KEYS = wgmma_keys(head_dim, full)
     FETCHED, WORDS, ALL = KEYS // WARPS, KEYS // 32, (1 << 32) - 1
-    store_bits = {8: ptx.shared_store_u8, 16: ptx.shared_store_u16, 32: ptx.shared_store_u32}[FETCHED]
-    tile = make_tile(cache, head_dim, KEYS, FETCHED, 1, ALL_ROWS)
+    store_bits = ptx.shared_store_u16 if FETCHED == 16 else ptx.shared_store_u8
+    tile = make_tile(cache, head_dim, KEYS, FETCHED, 1, PREFILL_ROWS)
     TILE, PITCH = KEYS * tile.K_ROW, 4 * head_dim + 32
-    K_RING = ALL_ROWS * tile.K_ROW
+    K_RING = PREFILL_ROWS * tile.K_ROW
     V_RING = K_RING + STAGES * TILE
-    BITS = max(V_RING + STAGES * TILE, ALL_ROWS * PITCH)  # accumulators take the place of q, K and V
-    ENDS = BITS + 16 * STAGES
+    BITS = max(V_RING + STAGES * TILE, PREFILL_ROWS * PITCH)  # accumulators take the place of q, K and V
+    ENDS = BITS + 4 * 4 * WORDS  # of four tiles: a warpgroup may be one behind
     PARTIALS = ENDS + 4 * WARPS
-    LIMITS = PARTIALS + ALL_ROWS * 8
-    SCRATCH = LIMITS + ALL_ROWS * LIMITS_BYTES
+    LIMITS = PARTIALS + PREFILL_ROWS * 8
+    SCRATCH = LIMITS + PREFILL_ROWS * LIMITS_BYTES
     SHARED = SCRATCH + WARPS * 1024
     S_NUMBERS, P_WORDS, O_NUMBERS = tile.S_NUMBERS, tile.P_WORDS, tile.O_NUMBERS
     set_up_lanes, recall_rows = make_rows_of_lanes(tile.load_query, LANE_ROWS, full)
@@ -61,12 +63,12 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     fetch_rows, weigh, rescale, pack_weights = tile.fetch_rows, tile.weigh, tile.rescale, tile.pack_weights
     has_nonfinite, select_values, unpack = tile.has_nonfinite, tile.select_values, tile.unpack
     publish, write_rows = make_publish(tile.out_dim, head_dim // 8, PITCH, LANE_ROWS), make_write_rows(1, ROWS)
-    multiply_keys = warpgroup.make_multiply_keys(tile.OWN_KIND, KEYS, head_dim, ALL_ROWS)
+    multiply_keys = warpgroup.make_multiply_keys(tile.OWN_KIND, KEYS, head_dim, PREFILL_ROWS)
     multiply_values = warpgroup.make_multiply_values(tile.OWN_KIND, KEYS, head_dim)
     hold_scores, hold_sums = warpgroup.make_hold(S_NUMBERS), warpgroup.make_hold(O_NUMBERS)
-    wait_for_scores, wait_for_sums = warpgroup.WAIT_PRODUCTS[1], warpgroup.WAIT_PRODUCTS[0]
-    wait_for_keys, wait_for_tile = ptx.WAIT_COPIES[STAGES - 1], ptx.WAIT_COPIES[STAGES - 2]
-    wait_for_all, any_of_block, publish_writes = ptx.WAIT_COPIES[0], warpgroup.any_of_block, warpgroup.publish_writes
+    wait_for_keys, wait_for_copies = ptx.WAIT_COPIES[1], ptx.WAIT_COPIES[0]
+    wait_for_products, publish_writes = warpgroup.wait_for_products, warpgroup.publish_writes
+    any_of_block, any_of_group = warpgroup.any_of_block, warpgroup.any_of_group
     KEYS_BITS, VALUES_BITS = warpgroup.descriptor_bits(KEYS, False), warpgroup.descriptor_bits(KEYS, True)
 
     @register_jitable
@@ -104,19 +106,47 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         return weigh(s, factor, m, d_sum, alphas), dropped
 
     @register_jitable
-    def take_nonfinite(s, p, o, v_tile, scratch, warp, lane):
-        """If the tile of V holds an infinity or a NaN, add its products where 0 * NaN is never formed, and clear it."""
-        mine = v_tile + warp * int32(TILE // WARPS)
-        if any_of_block(int32(has_nonfinite(mine, lane))) != int32(0):
-            for i in range(P_WORDS):
-                s[2 * i], s[2 * i + 1] = unpack(p[i])
-            select_values(s, o, v_tile, scratch, lane)
-            ptx.sync_block()
-            for i in range(TILE // WARPS // 512):
-                at = mine + int32(512 * i) + (lane << int32(4))
-                ptx.shared_store_4f32(at, float32(0), float32(0), float32(0), float32(0))
+    def bring(j, k_place, bits_place, v_place, page, slot, last_page, last_slot, lane, pages):
+        """Start copying the warp's keys of tile j + 2 and its values of tile j + 1; tile j - 1 has been used."""
+        bring_keys(k_place + (j & int32(1)) * int32(TILE), bits_place + ((j + int32(2)) & int32(3)) * int32(4 * WORDS),
+                   page, slot, lane, pages)  # fmt: skip
+        bring_values(v_place + ((j + int32(1)) & int32(1)) * int32(TILE), last_page, last_slot, lane, pages)
+        ptx.commit_copies()
+
+    @register_jitable
+    def change_places(has_brought, dropped):
+        """Wait for the other warpgroup; return whether a thread has `dropped` a key whose value is there.
+
+        All threads' copies are there behind the barrier before which they are waited for.
+        """
+        if has_brought:
+            wait_for_copies()
             publish_writes()
-            ptx.sync_block()
+        return any_of_block(dropped) != int32(0)
+
+    @register_jitable
+    def take_nonfinite(s, p, o, v_tile, scratch, warp, lane):
+        """If the tile of V holds an infinity or a NaN, add its products where 0 * NaN is never formed, and say so."""
+        share = v_tile + (warp & int32(3)) * int32(TILE // 4)
+        if any_of_group(int32(has_nonfinite(share, lane)), int32(1) + (warp >> int32(2))) == int32(0):
+            return False
+        for i in range(P_WORDS):
+            s[2 * i], s[2 * i + 1] = unpack(p[i])
+        select_values(s, o, v_tile, scratch, lane)
+        return True
+
+    @register_jitable
+    def multiply(s, p, o, q_at, k_at, v_at, taken):
+        """``s = q @ k.T`` of a tile, and ``o += p @ v`` of the one before unless it is `taken` in."""
+        if taken:
+            multiply_keys(s, q_at, k_at)
+            wait_for_products()
+        else:
+            multiply_keys(s, q_at, k_at)
+            multiply_values(o, p, v_at)
+            wait_for_products()
+        hold_scores(s)
+        hold_sums(o)
 
     def paged_wgmma(
         work, row_position, row_request, row_index, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
@@ -130,10 +160,10 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         item, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
-        first_pair = int32(cuda.blockIdx.y * ALL_ROWS + warp * int32(ROWS))
+        first_pair = int32(cuda.blockIdx.y * PREFILL_ROWS + warp * int32(ROWS))
         row_begin = work_field(work, item, ROW_BEGIN)
         pairs = int32((work_field(work, item, ROW_END) - row_begin) * group_size)
-        if int32(cuda.blockIdx.y * ALL_ROWS) >= pairs:
+        if int32(cuda.blockIdx.y * PREFILL_ROWS) >= pairs:
             ptx.wait_for_earlier()
             return
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 1024))
@@ -142,8 +172,9 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             shared + int32(SCRATCH) + warp * int32(1024),
         )
         queries = Queries(q, q_row, q_head, q_kind, head_dim_qk, group_size, scale)
-        pages = Pages(k + int64(kv_head) * k_head, k_page, k_slot, head_dim_qk * int32(2),
-                      v + int64(kv_head) * v_head, v_page, v_slot, head_dim_vo * int32(2), num_pages)  # fmt: skip
+        pages = Pages(k + int64(kv_head) * k_head, k_page, k_slot, int32(head_dim_qk * int32(2)),
+                      v + int64(kv_head) * v_head, v_page, v_slot, int32(head_dim_vo * int32(2)),
+                      num_pages)  # fmt: skip
         rules = Rules(row_position, row_request, row_index, window_left, chunk_size, soft_cap, alibi_slopes, mask,
                       mask_request, mask_head, mask_row, mask_key, mask_kind)  # fmt: skip
         result = Result(num_qo_heads, head_dim_vo, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse,
@@ -157,8 +188,8 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         k_place = shared + int32(K_RING) + warp * int32(FETCHED * 128)
         v_place = shared + int32(V_RING) + warp * int32(FETCHED * 128)
         bits_place = shared + int32(BITS) + warp * int32(FETCHED // 8)
-        pages_ahead, slots_ahead = cuda.local.array(AHEAD, types.int32), cuda.local.array(AHEAD, types.int32)
-        for i in range(AHEAD):
+        pages_ahead, slots_ahead = cuda.local.array(3, types.int32), cuda.local.array(3, types.int32)
+        for i in range(3):
             pages_ahead[i], slots_ahead[i] = look_up(ahead, key_end, page_begin, kv_indices, page_size)
             ahead = int32(ahead + int32(KEYS))
             unroll_fully()
@@ -169,8 +200,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
                 bring_values(v_place + int32((i - 1) * TILE), pages_ahead[i - 1], slots_ahead[i - 1], lane, pages)
             ptx.commit_copies()
             unroll_fully()
-        last_page, last_slot = pages_ahead[STAGES - 1], slots_ahead[STAGES - 1]
-        page, slot = pages_ahead[STAGES], slots_ahead[STAGES]
+        last_page, last_slot, page, slot = pages_ahead[1], slots_ahead[1], pages_ahead[2], slots_ahead[2]
 
         first, end = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int32)
         limits, query = shared + int32(LIMITS) + warp * int32(ROWS * LIMITS_BYTES), shared + warp * int32(ROWS * 128)
@@ -187,6 +217,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             seen_end = int32(max(seen_end, int32(ptx.shared_load_u32(ends + int32(4 * w)))))
         key_end = int32(min(key_end, seen_end))
 
+        v_tiles, bits_at = shared + int32(V_RING), shared + int32(BITS)
         s, p = cuda.local.array(S_NUMBERS, types.float32), cuda.local.array(P_WORDS, types.uint32)
         o, alphas = cuda.local.array(O_NUMBERS, types.float32), cuda.local.array(LANE_ROWS, types.float32)
         m, d_sum = cuda.local.array(LANE_ROWS, types.float32), cuda.local.array(LANE_ROWS, types.float32)
@@ -198,49 +229,55 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         k_at = int64(KEYS_BITS) + int64((shared + int32(K_RING)) >> int32(4))
         v_at = int64(VALUES_BITS) + int64((shared + int32(V_RING)) >> int32(4))
         multiply_keys(s, q_at, k_at)
-        wait_for_sums()
+        wait_for_products()
         hold_scores(s)
-        _, dropped = give_weights(s, m, d_sum, alphas, shared + int32(BITS), key0, limits, lane, all_low, all_high,
-                                  key_position, rules)  # fmt: skip
+        _, dropped = give_weights(s, m, d_sum, alphas, bits_at, key0, limits, lane, all_low, all_high, key_position,
+                                  rules)  # fmt: skip
         pack_weights(s, p)
-        stage = int32(0)
-        while int32(key0 + int32(KEYS)) < key_end:
-            lane = ptx.from_lane_i32(lane, lane)  # or all that follows from it would stay in registers, and spill
-            wait_for_tile()
-            publish_writes()
-            if any_of_block(dropped) != int32(0):
-                take_nonfinite(s, p, o, shared + int32(V_RING) + stage * int32(TILE), scratch, warp, lane)
-            after = int32(stage + int32(1)) if stage < int32(STAGES - 1) else int32(0)
-            before = int32(stage - int32(1)) if stage > int32(0) else int32(STAGES - 1)
-            multiply_keys(s, q_at, k_at + int64(after * int32(TILE >> 4)))
-            multiply_values(o, p, v_at + int64(stage * int32(TILE >> 4)))
-            bring_keys(k_place + stage * int32(TILE), bits_place + stage * int32(4 * WORDS), page, slot, lane, pages)
-            bring_values(v_place + before * int32(TILE), last_page, last_slot, lane, pages)
-            ptx.commit_copies()
+        j, leads = int32(0), warp < int32(4)
+        if not leads:  # one barrier behind from here on
+            change_places(True, int32(0))
+            bring(j, k_place, bits_place, v_place, page, slot, last_page, last_slot, lane, pages)
             last_page, last_slot = page, slot
             page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
             ahead = int32(ahead + int32(KEYS))
-            key0, stage = int32(key0 + int32(KEYS)), after
-            wait_for_scores()
-            hold_scores(s)
-            rises, dropped = give_weights(s, m, d_sum, alphas, shared + int32(BITS) + stage * int32(4 * WORDS), key0,
-                                          limits, lane, all_low, all_high, key_position, rules)  # fmt: skip
-            ptx.shared_store_f32(partials + (lane << int32(2)), d_sum[0] + d_sum[1])  # keeps the softmax before the wait
-            wait_for_sums()
-            hold_sums(o)
+        while int32(key0 + int32(KEYS)) < key_end:
+            lane = ptx.from_lane_i32(lane, lane)  # or all that follows from it would stay in registers, and spill
+            taken = change_places(leads, dropped)
+            if leads:
+                bring(j, k_place, bits_place, v_place, page, slot, last_page, last_slot, lane, pages)
+                last_page, last_slot = page, slot
+                page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+                ahead = int32(ahead + int32(KEYS))
+            if taken:
+                taken = take_nonfinite(s, p, o, v_tiles + (j & int32(1)) * int32(TILE), scratch, warp, lane)
+            this, other = int64((j & int32(1)) * int32(TILE >> 4)), int64((j + int32(1) & int32(1)) * int32(TILE >> 4))
+            multiply(s, p, o, q_at, k_at + other, v_at + this, taken)
+            key0, j = int32(key0 + int32(KEYS)), int32(j + int32(1))
+            change_places(not leads, int32(0))
+            if not leads:
+                bring(j, k_place, bits_place, v_place, page, slot, last_page, last_slot, lane, pages)
+                last_page, last_slot = page, slot
+                page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+                ahead = int32(ahead + int32(KEYS))
+            bits = bits_at + (j & int32(3)) * int32(4 * WORDS)
+            rises, dropped = give_weights(s, m, d_sum, alphas, bits, key0, limits, lane, all_low, all_high,
+                                          key_position, rules)  # fmt: skip
             if rises:
                 rescale(o, alphas)
             pack_weights(s, p)
             keep_rolled()
-        wait_for_tile()
-        publish_writes()
-        if any_of_block(dropped) != int32(0):
-            take_nonfinite(s, p, o, shared + int32(V_RING) + stage * int32(TILE), scratch, warp, lane)
-        multiply_values(o, p, v_at + int64(stage * int32(TILE >> 4)))
-        wait_for_sums()
-        hold_sums(o)
+        taken = change_places(leads, dropped)
+        if taken:
+            taken = take_nonfinite(s, p, o, v_tiles + (j & int32(1)) * int32(TILE), scratch, warp, lane)
+        if not taken:
+            multiply_values(o, p, v_at + int64((j & int32(1)) * int32(TILE >> 4)))
+            wait_for_products()
+            hold_sums(o)
+        if leads:
+            change_places(False, int32(0))
 
-        wait_for_all()
+        wait_for_copies()
         count = int32(min(int32(ROWS), pairs - first_pair))
         row, qo_head = row_and_head(min(first_pair + lane, pairs - int32(1)), row_begin, kv_head, group_size)
         state = work_field(work, item, STATE)
@@ -256,4 +293,4 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
                        state, result)  # fmt: skip
         ptx.wait_for_earlier()
 
-    return Kernel(paged_wgmma, 32 * WARPS, BLOCKS, SHARED)
+    return Kernel(paged_wgmma, 32 * WARPS, 1, SHARED)

@@ -55,18 +55,9 @@ def paged_family(tile: str, cache: str, compute_capability: tuple[int, int]) -> 
     return "paged_wgmma" if tile == "prefill" and wide and compute_capability == (9, 0) else f"paged_{tile}"
 
 
-class WgmmaShape(NamedTuple):
-    """Warpgroups of a block, keys of a tile, tiles in the rings of K and of V, and blocks of a multiprocessor."""
-
-    warpgroups: int
-    keys: int
-    stages: int
-    blocks: int
-
-
-def wgmma_shape(head_dim: int, full: bool) -> WgmmaShape:
-    """Return how the tile of warpgroups of a head-size class is laid out: as many keys as registers allow."""
-    return WgmmaShape(2, 64 if full or head_dim > 128 else 128, 2, 1)
+def wgmma_keys(head_dim: int, full: bool) -> int:
+    """Return the keys of a warpgroup's tile of a head-size class: as many as registers allow."""
+    return 64 if full or head_dim > 128 else 128
 
 
 def needs_full(cache_dtype: str, head_dim: int, tile: str, features: bool) -> bool:

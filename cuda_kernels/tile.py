@@ -79,7 +79,7 @@ def make_tile(
     S_ROWS, O_ROWS, ROWS = 2 * keys // 4, head_dim // 2, 2 * sixteens  # numbers of 16 rows, rows of a lane
     STEPS, GROUPS, OUT_TILES = head_dim // 16, keys // 16, head_dim // 8
     PAIRS = 2 * STEPS  # of neighbouring numbers, that a lane holds of a row of q
-    PROBED = keys * V_ROW // 512 // (panel_rows // 16 or 1)  # turns of a warp
+    PROBED = keys * V_ROW // (2048 if panel_rows else 512)  # turns of a warp; those of a warpgroup share a tile
     PROBE_BITS, PROBE_ADD, PROBE_HIT = (uint32(x) for x in form.probe)
 
     @register_jitable

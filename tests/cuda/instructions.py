@@ -207,6 +207,11 @@ def _any_of_block(value: int) -> int:
     return together("block", "any_of_block", value, lambda values: [int(any(values))] * len(values))
 
 
+def _any_of_group(value: int, barrier: int) -> int:
+    assert barrier == 1 + current.number // SCOPES["warpgroup"]
+    return together("warpgroup", "any_of_group", value, lambda values: [int(any(values))] * len(values))
+
+
 def _matrix(descriptor: int, rows: int, along_rows: bool) -> np.ndarray:
     """Return the bits ``[rows, 16]`` of a matrix in shared memory, a side of a product of a warpgroup.
 
@@ -333,8 +338,8 @@ def _stand_ins() -> dict[str, Callable]:
         "sync_block": lambda: together("block", "sync_block", None),
         "any_of_block": _any_of_block,
         "publish_writes": _publish_writes,
-        "wait_products_0": lambda: None,
-        "wait_products_1": lambda: None,
+        "any_of_group": _any_of_group,
+        "wait_for_products": lambda: None,
         "hold": lambda array: None,
         "copy_async": _copy_async,
         "commit_copies": _commit,
