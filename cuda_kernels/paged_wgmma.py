@@ -15,9 +15,9 @@ from numba.extending import register_jitable
 
 from nbattn.cuda_kernels import ptx, warpgroup
 from nbattn.cuda_kernels.compile import Kernel
-from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_store_states, make_write_rows
-from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules
-from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
+from nbattn.cuda_kernels.epilogue import EMPTY
+from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules, Table
+from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.rows import (
     KEY_BEGIN,
     KEY_END,
@@ -28,10 +28,10 @@ from nbattn.cuda_kernels.rows import (
     ROW_END,
     STATE,
     item_and_head,
+    make_finish,
     make_keys_of_warp,
     make_rows_of_lanes,
     make_score_tile,
-    row_and_head,
     work_field,
 )
 from nbattn.cuda_kernels.shapes import PREFILL_ROWS, wgmma_keys
@@ -59,10 +59,9 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     S_NUMBERS, P_WORDS, O_NUMBERS = tile.S_NUMBERS, tile.P_WORDS, tile.O_NUMBERS
     set_up_lanes, recall_rows = make_rows_of_lanes(tile.load_query, LANE_ROWS, full)
     score_tile, keys_of_warp = make_score_tile(KEYS, LANE_ROWS, full), make_keys_of_warp(1, (1, 2, 4, 8, 16))
-    store_states = make_store_states(False, head_dim // 8, LANE_ROWS)
     fetch_rows, weigh, rescale, pack_weights = tile.fetch_rows, tile.weigh, tile.rescale, tile.pack_weights
     has_nonfinite, select_values, unpack = tile.has_nonfinite, tile.select_values, tile.unpack
-    publish, write_rows = make_publish(tile.out_dim, head_dim // 8, PITCH, LANE_ROWS), make_write_rows(1, ROWS)
+    finish = make_finish(tile.out_dim, head_dim // 8, PITCH, LANE_ROWS, False)
     multiply_keys = warpgroup.make_multiply_keys(tile.OWN_KIND, KEYS, head_dim, PREFILL_ROWS)
     multiply_values = warpgroup.make_multiply_values(tile.OWN_KIND, KEYS, head_dim)
     hold_scores, hold_sums = warpgroup.make_hold(S_NUMBERS), warpgroup.make_hold(O_NUMBERS)
@@ -106,12 +105,33 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         return weigh(s, factor, m, d_sum, alphas), dropped
 
     @register_jitable
-    def bring(j, k_place, bits_place, v_place, page, slot, last_page, last_slot, lane, pages):
+    def look_ahead(ahead, table):
+        """Find the page and slot of the lane's key of one more tile."""
+        ahead[2], ahead[3] = ahead[0], ahead[1]
+        ahead[0], ahead[1] = look_up(ahead[4], table.key_end, table.page_begin, table.kv_indices, table.page_size)
+        ahead[4] = int32(ahead[4] + int32(KEYS))
+
+    @register_jitable
+    def begin(ahead, k_place, bits_place, v_place, lane, table, pages):
+        """Start copying the first two tiles of keys and the first of values, in a group each."""
+        look_ahead(ahead, table)
+        page, slot = ahead[0], ahead[1]
+        look_ahead(ahead, table)
+        look_ahead(ahead, table)
+        bring_keys(k_place, bits_place, page, slot, lane, pages)
+        ptx.commit_copies()
+        bring_keys(k_place + int32(TILE), bits_place + int32(4 * WORDS), ahead[2], ahead[3], lane, pages)
+        bring_values(v_place, page, slot, lane, pages)
+        ptx.commit_copies()
+
+    @register_jitable
+    def bring(j, ahead, k_place, bits_place, v_place, lane, table, pages):
         """Start copying the warp's keys of tile j + 2 and its values of tile j + 1; tile j - 1 has been used."""
         bring_keys(k_place + (j & int32(1)) * int32(TILE), bits_place + ((j + int32(2)) & int32(3)) * int32(4 * WORDS),
-                   page, slot, lane, pages)  # fmt: skip
-        bring_values(v_place + ((j + int32(1)) & int32(1)) * int32(TILE), last_page, last_slot, lane, pages)
+                   ahead[0], ahead[1], lane, pages)  # fmt: skip
+        bring_values(v_place + ((j + int32(1)) & int32(1)) * int32(TILE), ahead[2], ahead[3], lane, pages)
         ptx.commit_copies()
+        look_ahead(ahead, table)
 
     @register_jitable
     def change_places(has_brought, dropped):
@@ -167,10 +187,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             ptx.wait_for_earlier()
             return
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 1024))
-        partials, scratch = (
-            shared + int32(PARTIALS) + warp * int32(ROWS * 8),
-            shared + int32(SCRATCH) + warp * int32(1024),
-        )
+        scratch = shared + int32(SCRATCH) + warp * int32(1024)
         queries = Queries(q, q_row, q_head, q_kind, head_dim_qk, group_size, scale)
         pages = Pages(k + int64(kv_head) * k_head, k_page, k_slot, int32(head_dim_qk * int32(2)),
                       v + int64(kv_head) * v_head, v_page, v_slot, int32(head_dim_vo * int32(2)),
@@ -180,27 +197,21 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         result = Result(num_qo_heads, head_dim_vo, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse,
                         lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
                         gate_kind)  # fmt: skip
-        page_begin, key_position = work_field(work, item, PAGE_BEGIN), work_field(work, item, KEY_POSITION)
+        key_position = work_field(work, item, KEY_POSITION)
 
         # each warp brings its FETCHED keys of every tile; the first ones before anything that waits for memory
         key0, key_end = work_field(work, item, KEY_BEGIN), work_field(work, item, KEY_END)
-        ahead = int32(key0 + warp * int32(FETCHED) + (lane & int32(FETCHED - 1)))
+        table = Table(key_end, work_field(work, item, PAGE_BEGIN), kv_indices, page_size)
+        ahead = cuda.local.array(5, types.int32)  # page and slot of two tiles, and the next key
+        ahead[0], ahead[1], ahead[4] = (
+            int32(-1),
+            int32(0),
+            int32(key0 + warp * int32(FETCHED) + (lane & int32(FETCHED - 1))),
+        )
         k_place = shared + int32(K_RING) + warp * int32(FETCHED * 128)
         v_place = shared + int32(V_RING) + warp * int32(FETCHED * 128)
         bits_place = shared + int32(BITS) + warp * int32(FETCHED // 8)
-        pages_ahead, slots_ahead = cuda.local.array(3, types.int32), cuda.local.array(3, types.int32)
-        for i in range(3):
-            pages_ahead[i], slots_ahead[i] = look_up(ahead, key_end, page_begin, kv_indices, page_size)
-            ahead = int32(ahead + int32(KEYS))
-            unroll_fully()
-        for i in range(STAGES):
-            bring_keys(k_place + int32(i * TILE), bits_place + int32(i * 4 * WORDS), pages_ahead[i], slots_ahead[i],
-                       lane, pages)  # fmt: skip
-            if i > 0:
-                bring_values(v_place + int32((i - 1) * TILE), pages_ahead[i - 1], slots_ahead[i - 1], lane, pages)
-            ptx.commit_copies()
-            unroll_fully()
-        last_page, last_slot, page, slot = pages_ahead[1], slots_ahead[1], pages_ahead[2], slots_ahead[2]
+        begin(ahead, k_place, bits_place, v_place, lane, table, pages)
 
         first, end = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int32)
         limits, query = shared + int32(LIMITS) + warp * int32(ROWS * LIMITS_BYTES), shared + warp * int32(ROWS * 128)
@@ -237,18 +248,12 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         j, leads = int32(0), warp < int32(4)
         if not leads:  # one barrier behind from here on
             change_places(True, int32(0))
-            bring(j, k_place, bits_place, v_place, page, slot, last_page, last_slot, lane, pages)
-            last_page, last_slot = page, slot
-            page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
-            ahead = int32(ahead + int32(KEYS))
+            bring(j, ahead, k_place, bits_place, v_place, lane, table, pages)
         while int32(key0 + int32(KEYS)) < key_end:
             lane = ptx.from_lane_i32(lane, lane)  # or all that follows from it would stay in registers, and spill
             taken = change_places(leads, dropped)
             if leads:
-                bring(j, k_place, bits_place, v_place, page, slot, last_page, last_slot, lane, pages)
-                last_page, last_slot = page, slot
-                page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
-                ahead = int32(ahead + int32(KEYS))
+                bring(j, ahead, k_place, bits_place, v_place, lane, table, pages)
             if taken:
                 taken = take_nonfinite(s, p, o, v_tiles + (j & int32(1)) * int32(TILE), scratch, warp, lane)
             this, other = int64((j & int32(1)) * int32(TILE >> 4)), int64((j + int32(1) & int32(1)) * int32(TILE >> 4))
@@ -256,10 +261,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             key0, j = int32(key0 + int32(KEYS)), int32(j + int32(1))
             change_places(not leads, int32(0))
             if not leads:
-                bring(j, k_place, bits_place, v_place, page, slot, last_page, last_slot, lane, pages)
-                last_page, last_slot = page, slot
-                page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
-                ahead = int32(ahead + int32(KEYS))
+                bring(j, ahead, k_place, bits_place, v_place, lane, table, pages)
             bits = bits_at + (j & int32(3)) * int32(4 * WORDS)
             rises, dropped = give_weights(s, m, d_sum, alphas, bits, key0, limits, lane, all_low, all_high,
                                           key_position, rules)  # fmt: skip
@@ -278,19 +280,9 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             change_places(False, int32(0))
 
         wait_for_copies()
-        count = int32(min(int32(ROWS), pairs - first_pair))
-        row, qo_head = row_and_head(min(first_pair + lane, pairs - int32(1)), row_begin, kv_head, group_size)
-        state = work_field(work, item, STATE)
-        if state >= int32(0):
-            slot = int64(state + row - row_begin) * int64(num_qo_heads) + int64(qo_head)
-            store_states(o, m, d_sum, lane, slot, count, result)
-        else:
-            ptx.sync_block()
-            accumulators = shared + warp * int32(ROWS * PITCH)
-            publish(o, m, d_sum, accumulators, partials, lane)
-            ptx.sync_warp()
-            write_rows(accumulators, int32(PITCH), partials, int32(0), int32(1), count, lane, row, qo_head, kv_head,
-                       state, result)  # fmt: skip
+        partials, state = shared + int32(PARTIALS) + warp * int32(ROWS * 8), work_field(work, item, STATE)
+        finish(o, m, d_sum, shared + warp * int32(ROWS * PITCH), partials, state, row_begin, first_pair, pairs, lane,
+               kv_head, group_size, result)  # fmt: skip
         ptx.wait_for_earlier()
 
     return Kernel(paged_wgmma, 32 * WARPS, 1, SHARED)
