@@ -40,6 +40,16 @@ class Table(NamedTuple):
     page_size: int
 
 
+class Sides(NamedTuple):
+    """Sides of a warpgroup's products: matrix descriptors, the ring of V, and the bits of the keys that exist."""
+
+    query: int
+    keys: int
+    values: int
+    v_tiles: int
+    bits: int
+
+
 class Rules(NamedTuple):
     """What decides which keys a row keeps and what is added to their scores; see `parameters`."""
 

@@ -1,10 +1,7 @@
-"""Paged attention for many query rows on Hopper GPUs: two warpgroups take turns at the matrix units.
+"""Paged attention for many query rows on Hopper GPUs: two warpgroups multiply tiles of keys that all threads bring.
 
-A block takes 128 (row, head) pairs of one work item and KV head, 64 a warpgroup. q stays in shared memory. While one
-warpgroup multiplies tile j + 1 by q and its weights of tile j by values, the other turns its products into weights;
-then they change places. Two barriers of the block a tile keep them so: all that both need lies ready, and is free
-again, from every second barrier on, where the first warpgroup begins to multiply. From there on all threads bring the
-tile after the next. K and V have rings of their own, since a tile of V is used one turn after its keys.
+A block takes 128 (row, head) pairs of one work item and KV head, 64 a warpgroup. q stays in shared memory. A tile of
+keys is multiplied by q together with the values of the tile before, so that K and V have rings of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from numba.extending import register_jitable
 from nbattn.cuda_kernels import ptx, warpgroup
 from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY
-from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules, Table
+from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules, Sides, Table
 from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.rows import (
     KEY_BEGIN,
@@ -34,7 +31,7 @@ from nbattn.cuda_kernels.rows import (
     make_score_tile,
     work_field,
 )
-from nbattn.cuda_kernels.shapes import PREFILL_ROWS, wgmma_keys
+from nbattn.cuda_kernels.shapes import PREFILL_ROWS, WGMMA_TURNS, wgmma_keys
 from nbattn.cuda_kernels.tile import look_up, make_tile
 
 WARPS, ROWS, LANE_ROWS = PREFILL_ROWS // 16, 16, 2  # of a block, of a warp, of a lane
@@ -66,7 +63,8 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     multiply_values = warpgroup.make_multiply_values(tile.OWN_KIND, KEYS, head_dim)
     hold_scores, hold_sums = warpgroup.make_hold(S_NUMBERS), warpgroup.make_hold(O_NUMBERS)
     wait_for_keys, wait_for_copies = ptx.WAIT_COPIES[1], ptx.WAIT_COPIES[0]
-    wait_for_products, publish_writes = warpgroup.wait_for_products, warpgroup.publish_writes
+    wait_for_scores, wait_for_products = warpgroup.WAIT_PRODUCTS[1], warpgroup.WAIT_PRODUCTS[0]
+    publish_writes = warpgroup.publish_writes
     any_of_block, any_of_group = warpgroup.any_of_block, warpgroup.any_of_group
     KEYS_BITS, VALUES_BITS = warpgroup.descriptor_bits(KEYS, False), warpgroup.descriptor_bits(KEYS, True)
 
@@ -156,17 +154,124 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         return True
 
     @register_jitable
-    def multiply(s, p, o, q_at, k_at, v_at, taken):
-        """``s = q @ k.T`` of a tile, and ``o += p @ v`` of the one before unless it is `taken` in."""
+    def begin_products(s, p, o, sides, j, taken):
+        """Start ``s = q @ k.T`` of tile j + 1, and ``o += p @ v`` of tile j unless it is `taken` in."""
+        this, other = int64((j & int32(1)) * int32(TILE >> 4)), int64((j + int32(1) & int32(1)) * int32(TILE >> 4))
         if taken:
-            multiply_keys(s, q_at, k_at)
-            wait_for_products()
+            multiply_keys(s, sides.query, sides.keys + other)
         else:
-            multiply_keys(s, q_at, k_at)
-            multiply_values(o, p, v_at)
-            wait_for_products()
+            multiply_keys(s, sides.query, sides.keys + other)
+            multiply_values(o, p, sides.values + this)
+
+    @register_jitable
+    def first_weights(s, p, m, d_sum, key0, sides, lane, limits, all_low, all_high, key_position, rules):
+        """Multiply and weigh tile 0; return whether a row drops a key whose value is there."""
+        alphas = cuda.local.array(LANE_ROWS, types.float32)
+        multiply_keys(s, sides.query, sides.keys)
+        wait_for_products()
         hold_scores(s)
-        hold_sums(o)
+        _, dropped = give_weights(s, m, d_sum, alphas, sides.bits, key0, limits, lane, all_low, all_high, key_position,
+                                  rules)  # fmt: skip
+        pack_weights(s, p)
+        return dropped
+
+    @register_jitable
+    def last_values(s, p, o, sides, j, taken):
+        """``o += p @ v`` of tile j, the last one, unless it is `taken` in."""
+        if not taken:
+            multiply_values(o, p, sides.values + int64((j & int32(1)) * int32(TILE >> 4)))
+            wait_for_products()
+            hold_sums(o)
+
+    @register_jitable
+    def clear(v_tile, warp, lane):
+        """Put zeros in the place of a tile that both warpgroups have taken in."""
+        ptx.sync_block()
+        for i in range(TILE // WARPS // 512):
+            at = v_tile + warp * int32(TILE // WARPS) + int32(512 * i) + (lane << int32(4))
+            ptx.shared_store_4f32(at, float32(0), float32(0), float32(0), float32(0))
+        publish_writes()
+        ptx.sync_block()
+
+    @register_jitable
+    def run_in_phase(
+        s, p, o, m, d_sum, key0, key_end, sides, ahead, k_place, bits_place, v_place, scratch, warp, lane, limits,
+        all_low, all_high, key_position, table, pages, rules,
+    ):  # fmt: skip
+        """Take in all tiles: while a tile's values are multiplied, the next one's products become weights."""
+        alphas, j = cuda.local.array(LANE_ROWS, types.float32), int32(0)
+        dropped = first_weights(s, p, m, d_sum, key0, sides, lane, limits, all_low, all_high, key_position, rules)
+        while int32(key0 + int32(KEYS)) < key_end:
+            lane = ptx.from_lane_i32(lane, lane)  # or all that follows from it would stay in registers, and spill
+            taken = change_places(True, dropped)
+            v_tile = sides.v_tiles + (j & int32(1)) * int32(TILE)
+            if taken and take_nonfinite(s, p, o, v_tile, scratch, warp, lane):
+                clear(v_tile, warp, lane)
+            begin_products(s, p, o, sides, j, False)
+            bring(j, ahead, k_place, bits_place, v_place, lane, table, pages)
+            key0, j = int32(key0 + int32(KEYS)), int32(j + int32(1))
+            wait_for_scores()
+            hold_scores(s)
+            bits = sides.bits + (j & int32(3)) * int32(4 * WORDS)
+            rises, dropped = give_weights(s, m, d_sum, alphas, bits, key0, limits, lane, all_low, all_high,
+                                          key_position, rules)  # fmt: skip
+            ptx.shared_store_f32(scratch + (lane << int32(2)), d_sum[0] + d_sum[1])  # keeps that ahead of the wait
+            wait_for_products()
+            hold_sums(o)
+            if rises:
+                rescale(o, alphas)
+            pack_weights(s, p)
+            keep_rolled()
+        taken = change_places(True, dropped)
+        if taken:
+            taken = take_nonfinite(s, p, o, sides.v_tiles + (j & int32(1)) * int32(TILE), scratch, warp, lane)
+        last_values(s, p, o, sides, j, taken)
+
+    @register_jitable
+    def run_in_turns(
+        s, p, o, m, d_sum, key0, key_end, sides, ahead, k_place, bits_place, v_place, scratch, warp, lane, limits,
+        all_low, all_high, key_position, table, pages, rules,
+    ):  # fmt: skip
+        """Take in all tiles: while one warpgroup multiplies, the other turns its products into weights.
+
+        Two barriers a tile keep them so. All that both need lies ready, and is free again, from every second barrier
+        on, where the first warpgroup begins to multiply: there all threads bring the tile after the next.
+        """
+        alphas, j, leads = cuda.local.array(LANE_ROWS, types.float32), int32(0), warp < int32(4)
+        dropped = first_weights(s, p, m, d_sum, key0, sides, lane, limits, all_low, all_high, key_position, rules)
+        if not leads:  # one barrier behind from here on
+            change_places(True, int32(0))
+            bring(j, ahead, k_place, bits_place, v_place, lane, table, pages)
+        while int32(key0 + int32(KEYS)) < key_end:
+            lane = ptx.from_lane_i32(lane, lane)
+            taken = change_places(leads, dropped)
+            if leads:
+                bring(j, ahead, k_place, bits_place, v_place, lane, table, pages)
+            if taken:
+                taken = take_nonfinite(s, p, o, sides.v_tiles + (j & int32(1)) * int32(TILE), scratch, warp, lane)
+            begin_products(s, p, o, sides, j, taken)
+            wait_for_products()
+            hold_scores(s)
+            hold_sums(o)
+            key0, j = int32(key0 + int32(KEYS)), int32(j + int32(1))
+            change_places(not leads, int32(0))
+            if not leads:
+                bring(j, ahead, k_place, bits_place, v_place, lane, table, pages)
+            bits = sides.bits + (j & int32(3)) * int32(4 * WORDS)
+            rises, dropped = give_weights(s, m, d_sum, alphas, bits, key0, limits, lane, all_low, all_high,
+                                          key_position, rules)  # fmt: skip
+            if rises:
+                rescale(o, alphas)
+            pack_weights(s, p)
+            keep_rolled()
+        taken = change_places(leads, dropped)
+        if taken:
+            taken = take_nonfinite(s, p, o, sides.v_tiles + (j & int32(1)) * int32(TILE), scratch, warp, lane)
+        last_values(s, p, o, sides, j, taken)
+        if leads:
+            change_places(False, int32(0))
+
+    run = run_in_turns if WGMMA_TURNS else run_in_phase
 
     def paged_wgmma(
         work, row_position, row_request, row_index, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v, v_page,
@@ -228,9 +333,8 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             seen_end = int32(max(seen_end, int32(ptx.shared_load_u32(ends + int32(4 * w)))))
         key_end = int32(min(key_end, seen_end))
 
-        v_tiles, bits_at = shared + int32(V_RING), shared + int32(BITS)
         s, p = cuda.local.array(S_NUMBERS, types.float32), cuda.local.array(P_WORDS, types.uint32)
-        o, alphas = cuda.local.array(O_NUMBERS, types.float32), cuda.local.array(LANE_ROWS, types.float32)
+        o = cuda.local.array(O_NUMBERS, types.float32)
         m, d_sum = cuda.local.array(LANE_ROWS, types.float32), cuda.local.array(LANE_ROWS, types.float32)
         for i in range(O_NUMBERS):
             o[i] = float32(0)
@@ -239,47 +343,9 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         q_at = int64(KEYS_BITS) + int64((shared + (warp >> int32(2)) * int32(64 * 128)) >> int32(4))
         k_at = int64(KEYS_BITS) + int64((shared + int32(K_RING)) >> int32(4))
         v_at = int64(VALUES_BITS) + int64((shared + int32(V_RING)) >> int32(4))
-        multiply_keys(s, q_at, k_at)
-        wait_for_products()
-        hold_scores(s)
-        _, dropped = give_weights(s, m, d_sum, alphas, bits_at, key0, limits, lane, all_low, all_high, key_position,
-                                  rules)  # fmt: skip
-        pack_weights(s, p)
-        j, leads = int32(0), warp < int32(4)
-        if not leads:  # one barrier behind from here on
-            change_places(True, int32(0))
-            bring(j, ahead, k_place, bits_place, v_place, lane, table, pages)
-        while int32(key0 + int32(KEYS)) < key_end:
-            lane = ptx.from_lane_i32(lane, lane)  # or all that follows from it would stay in registers, and spill
-            taken = change_places(leads, dropped)
-            if leads:
-                bring(j, ahead, k_place, bits_place, v_place, lane, table, pages)
-            if taken:
-                taken = take_nonfinite(s, p, o, v_tiles + (j & int32(1)) * int32(TILE), scratch, warp, lane)
-            this, other = int64((j & int32(1)) * int32(TILE >> 4)), int64((j + int32(1) & int32(1)) * int32(TILE >> 4))
-            multiply(s, p, o, q_at, k_at + other, v_at + this, taken)
-            key0, j = int32(key0 + int32(KEYS)), int32(j + int32(1))
-            change_places(not leads, int32(0))
-            if not leads:
-                bring(j, ahead, k_place, bits_place, v_place, lane, table, pages)
-            bits = bits_at + (j & int32(3)) * int32(4 * WORDS)
-            rises, dropped = give_weights(s, m, d_sum, alphas, bits, key0, limits, lane, all_low, all_high,
-                                          key_position, rules)  # fmt: skip
-            if rises:
-                rescale(o, alphas)
-            pack_weights(s, p)
-            keep_rolled()
-        taken = change_places(leads, dropped)
-        if taken:
-            taken = take_nonfinite(s, p, o, v_tiles + (j & int32(1)) * int32(TILE), scratch, warp, lane)
-        if not taken:
-            multiply_values(o, p, v_at + int64((j & int32(1)) * int32(TILE >> 4)))
-            wait_for_products()
-            hold_sums(o)
-        if leads:
-            change_places(False, int32(0))
-
-        wait_for_copies()
+        sides = Sides(q_at, k_at, v_at, shared + int32(V_RING), shared + int32(BITS))
+        run(s, p, o, m, d_sum, key0, key_end, sides, ahead, k_place, bits_place, v_place, scratch, warp, lane, limits,
+            all_low, all_high, key_position, table, pages, rules)  # fmt: skip
         partials, state = shared + int32(PARTIALS) + warp * int32(ROWS * 8), work_field(work, item, STATE)
         finish(o, m, d_sum, shared + warp * int32(ROWS * PITCH), partials, state, row_begin, first_pair, pairs, lane,
                kv_head, group_size, result)  # fmt: skip

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from nbattn.errors import TargetError
 
 DECODE_ROWS, PREFILL_ROWS = 16, 128  # (query row, head) pairs of one block
+WGMMA_TURNS = False  # whether warpgroups multiply in turns, or all at once: see paged_wgmma
 PLAIN_WARPS, PLAIN_BLOCKS = 4, 4  # of a block, of a multiprocessor
 MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS = 256, 8, 8  # see merge_states
 PAIR_THREADS, PAIR_TASKS = 128, 2  # see merge_pair

@@ -1,7 +1,7 @@
 """Matrix instructions of a warpgroup (compute capability 9.0): four warps, 64 rows, right sides in shared memory.
 
 Numba has no asynchronous registers. A product is one block of inline assembly over whole local arrays, which must be
-registers: what `multiply_keys` writes and `multiply_values` adds to may be read after `wait_for_products` and `hold`.
+registers: what `multiply_keys` writes and `multiply_values` adds to may be read after `WAIT_PRODUCTS` and `hold`.
 
 A tile lies in shared memory in panels of 64 dimensions, 128 bytes a row: chunk j (16 bytes) of row i of a panel is at
 place ``j ^ (i % 8)``, and panels start at multiples of 1024 bytes. This is the 128-byte swizzle of the PTX manual, for
@@ -28,7 +28,9 @@ _EIGHT_ROWS = 8 * PANEL_ROW
 publish_writes = instruction(  # what the thread wrote to shared memory becomes visible to matrix instructions
     "publish_writes", "fence.proxy.async.shared::cta;", (), (), "memory"
 )
-wait_for_products = instruction("wait_for_products", "wgmma.wait_group.sync.aligned 0;", (), (), "memory")
+WAIT_PRODUCTS = tuple(  # WAIT_PRODUCTS[n](): until at most the n newest products are under way
+    instruction(f"wait_products_{n}", f"wgmma.wait_group.sync.aligned {n};", (), (), "memory") for n in range(2)
+)
 any_of_block = instruction(  # a barrier of the block; whether any thread gave a nonzero value
     "any_of_block",
     "{.reg .pred p, q; setp.ne.s32 p, $1, 0; bar.red.or.pred q, 0, p; selp.s32 $0, 1, 0, q;}",
