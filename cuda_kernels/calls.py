@@ -24,6 +24,7 @@ from nbattn.cuda_kernels.shapes import (
     head_size_class,
     merge_team,
     needs_full,
+    paged_family,
     shared_bytes_for,
 )
 
@@ -168,7 +169,8 @@ def paged_specialisation(
     features = bool(options.soft_cap) or options.alibi_slopes is not None or options.attn_mask is not None
     full = needs_full(cache_dtype, size, tile, features)
     constants = {"cache": cache_dtype, "head_dim": size, "full": full}
-    return f"paged_{tile}", constants, DECODE_ROWS if tile == "decode" else PREFILL_ROWS, None
+    family = paged_family(tile, cache_dtype, device.compute_capability)
+    return family, constants, DECODE_ROWS if tile == "decode" else PREFILL_ROWS, None
 
 
 class KernelCall(NamedTuple):
@@ -213,7 +215,7 @@ def paged_kernels(
             shared_bytes = decode_shared_bytes(constants["head_dim"], grid[0] * grid[1] / device.multiprocessors)
         cache_values = _cache_values(device, kv, tables[segment.level], q, options.scale)
         values = (segment.work, *rows, int(beside), *query, *cache_values, *features, *result)
-        overlaps = beside or family != "paged_prefill"  # which does not wait before it reads
+        overlaps = beside or segment.tile == "decode"  # prefill tiles do not wait before they read
         yield segment.level, KernelCall(family, constants, grid, values, shared_bytes, overlaps, cluster)
         beside = beside or all(grid)
     if metadata.num_merges:

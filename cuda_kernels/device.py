@@ -20,8 +20,9 @@ class Device:
     def __init__(self) -> None:
         self.cupy = launch.cupy()
         self.number = int(self.cupy.cuda.runtime.getDevice())
-        capability = launch.compute_capability(self.number)
-        self.largest_cluster = LARGEST_CLUSTER if capability[0] == 9 else PORTABLE_CLUSTER if capability[0] > 9 else 1
+        self.compute_capability = launch.compute_capability(self.number)
+        major = self.compute_capability[0]
+        self.largest_cluster = LARGEST_CLUSTER if major == 9 else PORTABLE_CLUSTER if major > 9 else 1
         self.multiprocessors = int(self.cupy.cuda.Device(self.number).attributes["MultiProcessorCount"])
 
     def holds(self, array: Any) -> bool:

@@ -31,6 +31,25 @@ class Pages(NamedTuple):
     num_pages: int
 
 
+class Table(NamedTuple):
+    """Where a work item's page ids stand, and the key where it ends."""
+
+    key_end: int
+    page_begin: int
+    kv_indices: int
+    page_size: int
+
+
+class Sides(NamedTuple):
+    """Sides of a warpgroup's products: matrix descriptors, the ring of V, and the bits of the keys that exist."""
+
+    query: int
+    keys: int
+    values: int
+    v_tiles: int
+    bits: int
+
+
 class Rules(NamedTuple):
     """What decides which keys a row keeps and what is added to their scores; see `parameters`."""
 

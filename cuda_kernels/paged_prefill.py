@@ -12,7 +12,7 @@ from numba.cuda import float32, int32, int64, types, uint32
 
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.compile import Kernel
-from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_store_states, make_write_rows
+from nbattn.cuda_kernels.epilogue import EMPTY
 from nbattn.cuda_kernels.formats import CACHE_FORMATS
 from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules
 from nbattn.cuda_kernels.loops import keep_rolled
@@ -28,9 +28,9 @@ from nbattn.cuda_kernels.rows import (
     end_behind_earlier,
     item_and_head,
     keys_of_warp,
+    make_finish,
     make_rows_of_lanes,
     make_score_tile,
-    row_and_head,
     work_field,
 )
 from nbattn.cuda_kernels.shapes import PREFILL_ROWS
@@ -60,12 +60,11 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     LANE_ROWS = tile.ROWS
     set_up_lanes, recall_rows = make_rows_of_lanes(tile.load_query, LANE_ROWS, full)
     score_tile = make_score_tile(KEYS, LANE_ROWS, full)
-    store_states = make_store_states(ITEM == 1, head_dim // 8, LANE_ROWS)
     fetch, multiply_keys, soften = tile.fetch, tile.multiply_keys, tile.soften
     pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
     HAS_NONFINITE = tile.HAS_NONFINITE  # int8 holds neither NaN nor infinity
     has_nonfinite, select_values = tile.has_nonfinite, tile.select_values
-    publish, write_rows = make_publish(tile.out_dim, head_dim // 8, PITCH, LANE_ROWS), make_write_rows(1, ROWS)
+    finish = make_finish(tile.out_dim, head_dim // 8, PITCH, LANE_ROWS, ITEM == 1)
     wait_for_oldest, wait_for_all = ptx.WAIT_COPIES[1], ptx.WAIT_COPIES[0]
 
     def paged_prefill(
@@ -173,19 +172,9 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             keep_rolled()
 
         wait_for_all()
-        row, qo_head = row_and_head(min(first_pair + lane, pairs - int32(1)), row_begin, kv_head, group_size)
-        state = work_field(work, item, STATE)
-        count = int32(min(int32(ROWS), pairs - first_pair))
-        if state >= int32(0):
-            slot = int64(state + row - row_begin) * int64(num_qo_heads) + int64(qo_head)
-            store_states(o, m, d_sum, lane, slot, count, result)
-        else:
-            ptx.sync_block()
-            accumulators = shared + warp * int32(ROWS * PITCH)
-            publish(o, m, d_sum, accumulators, partials, lane)
-            ptx.sync_warp()
-            write_rows(accumulators, int32(PITCH), partials, int32(0), int32(1), count, lane, row, qo_head, kv_head,
-                       state, result)  # fmt: skip
+        accumulators = shared + warp * int32(ROWS * PITCH)
+        finish(o, m, d_sum, accumulators, partials, work_field(work, item, STATE), row_begin, first_pair, pairs, lane,
+               kv_head, group_size, result)  # fmt: skip
         end_behind_earlier()
 
     return Kernel(paged_prefill, 32 * WARPS, 8 // WARPS, SHARED)

@@ -83,6 +83,7 @@ _GATHER = _parameters(
 PARAMETERS: dict[str, Parameters] = {
     "paged_decode": _PAGED,
     "paged_prefill": _PAGED,
+    "paged_wgmma": _PAGED,
     "paged_plain": _PAGED,
     "gather_attention": _GATHER,
     "gather_plain": _GATHER,

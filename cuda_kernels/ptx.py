@@ -60,7 +60,7 @@ def instruction(name: str, text: str, returns: tuple, takes: tuple, effects: str
 # ---- arithmetic
 exp2_approx = instruction("exp2_approx", "ex2.approx.ftz.f32 $0, $1;", (f32,), (f32,))  # 2 ulp
 log2_approx = instruction("log2_approx", "lg2.approx.ftz.f32 $0, $1;", (f32,), (f32,))  # 1e-7 absolute near 1
-divide = instruction("divide", "div.rn.f32 $0, $1, $2;", (f32,), (f32, f32))
+divide = instruction("divide", "div.full.f32 $0, $1, $2;", (f32,), (f32, f32))  # 2 ulp; an exact one is a subroutine
 rsqrt = instruction("rsqrt", "{.reg .f32 t; sqrt.rn.f32 t, $1; rcp.rn.f32 $0, t;}", (f32,), (f32,))
 reciprocal = instruction("reciprocal", "rcp.approx.ftz.f32 $0, $1;", (f32,), (f32,))  # 1 ulp
 minimum = instruction("minimum", "min.f32 $0, $1, $2;", (f32,), (f32, f32))  # a NaN loses
@@ -179,7 +179,7 @@ shared_store_u16 = instruction(
 shared_store_u8 = instruction(
     "shared_store_u8", "{.reg .u16 t; cvt.u16.u32 t, $1; st.shared.u8 [$0], t;}", (), (i32, u32), "memory"
 )
-copy_async = instruction(  # 16 bytes to shared memory, of which the last input (0 or 16) are read and the rest zero
+copy_async = instruction(  # 16 bytes to shared memory; where the last input is 0 instead of 16, zeros, and no access
     "copy_async", "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", (), (i32, i64, i32), "memory"
 )
 commit_copies = instruction("commit_copies", "cp.async.commit_group;", (), (), "memory")

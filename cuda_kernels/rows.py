@@ -9,7 +9,7 @@ from numba.cuda import float32, int32, int64, uint32
 from numba.extending import register_jitable
 
 from nbattn.cuda_kernels import ptx
-from nbattn.cuda_kernels.epilogue import EMPTY
+from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_store_states, make_write_rows
 from nbattn.cuda_kernels.formats import BOOL, load_number
 from nbattn.cuda_kernels.loops import unroll_fully
 from nbattn.cuda_kernels.parameters import WORK
@@ -262,3 +262,32 @@ def make_rows_of_lanes(load_query: Callable, rows: int, full: bool) -> tuple[Cal
                 mask_at[i] = int64(low) | int64(high) << int64(32)
 
     return set_up_lanes, recall_rows
+
+
+def make_finish(out_dim: Callable, out_tiles: int, pitch: int, rows: int, widened: bool) -> Callable:
+    """Return the function by which a warp of the prefill tiles ends: see `make_publish` and `make_store_states`."""
+    ALL_ROWS = 8 * rows
+    store_states = make_store_states(widened, out_tiles, rows)
+    publish, write_rows = make_publish(out_dim, out_tiles, pitch, rows), make_write_rows(1, ALL_ROWS)
+
+    @register_jitable
+    def finish(
+        o, m, d_sum, accumulators, partials, state, row_begin, first_pair, pairs, lane, kv_head, group_size, result
+    ):  # fmt: skip
+        """Store the warp's rows: as partial states from `state` on, or finished if that is negative.
+
+        All warps come here; `accumulators` and `partials` are the warp's, and may lie where others have read keys.
+        """
+        count = int32(min(int32(ALL_ROWS), pairs - first_pair))
+        row, qo_head = row_and_head(min(first_pair + lane, pairs - int32(1)), row_begin, kv_head, group_size)
+        if state >= int32(0):
+            slot = int64(state + row - row_begin) * int64(result.num_qo_heads) + int64(qo_head)
+            store_states(o, m, d_sum, lane, slot, count, result)
+        else:
+            ptx.sync_block()
+            publish(o, m, d_sum, accumulators, partials, lane)
+            ptx.sync_warp()
+            write_rows(accumulators, int32(pitch), partials, int32(0), int32(1), count, lane, row, qo_head, kv_head,
+                       state, result)  # fmt: skip
+
+    return finish

@@ -14,6 +14,7 @@ LARGEST_CLUSTERED_HEAD = 128
 CLUSTERED_BYTES = 1 << 16  # of K and V for each block; with more, a cluster's uneven places cost more than a merge
 TWO_BLOCKS_BYTES = 80 * 1024  # of shared memory, which a third block finds no room for
 MANY_BLOCKS = 7  # of a multiprocessor, one after another
+WGMMA_TURNS = False  # whether warpgroups multiply in turns, or all at once: see paged_wgmma
 PLAIN_WARPS, PLAIN_BLOCKS = 4, 4  # of a block, of a multiprocessor
 MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS = 256, 8, 8  # see merge_states
 PAIR_THREADS, PAIR_TASKS = 128, 1  # see merge_pair
@@ -80,6 +81,17 @@ def gather_shape(cache: str, head_dim: int) -> GatherShape:
     return GatherShape(4, 3, 4)
 
 
+def paged_family(tile: str, cache: str, compute_capability: tuple[int, int]) -> str:
+    """Return the kernel family that serves a tile: prefill of 16-bit caches has its own on exactly Hopper GPUs."""
+    wide = cache in ("float16", "bfloat16")
+    return "paged_wgmma" if tile == "prefill" and wide and compute_capability == (9, 0) else f"paged_{tile}"
+
+
+def wgmma_keys(head_dim: int, full: bool) -> int:
+    """Return the keys of a warpgroup's tile of a head-size class: as many as registers allow."""
+    return 64 if full or head_dim > 128 else 128
+
+
 def needs_full(cache_dtype: str, head_dim: int, tile: str, features: bool) -> bool:
     """Return whether a call runs the variant with soft cap, ALiBi and masks; rarer kernels exist in no other."""
     rare = head_dim > 128 or cache_dtype in ("float8_e5m2", "int8")
@@ -129,8 +141,8 @@ def merge_team(
     return bits, group_bits, grid
 
 
-def specialisations() -> list[tuple[str, dict[str, str | int | bool]]]:
-    """Return every specialisation there is, as (family, constants): what tests and `warmup` go through."""
+def specialisations(compute_capability: tuple[int, int]) -> list[tuple[str, dict[str, str | int | bool]]]:
+    """Return every specialisation that a device's calls may take, as (family, constants)."""
     found: list[tuple[str, dict[str, str | int | bool]]] = []
     for cache in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "float32"):
         found += [("paged_plain", {"cache": cache}), ("gather_plain", {"cache": cache})]
@@ -140,7 +152,8 @@ def specialisations() -> list[tuple[str, dict[str, str | int | bool]]]:
             found.append(("gather_attention", {"cache": cache, "head_dim": size}))
             for tile in ("decode", "prefill"):
                 for full in sorted({needs_full(cache, size, tile, features) for features in (False, True)}):
-                    found.append((f"paged_{tile}", {"cache": cache, "head_dim": size, "full": full}))
+                    family = paged_family(tile, cache, compute_capability)
+                    found.append((family, {"cache": cache, "head_dim": size, "full": full}))
     for vector in (False, True):
         found += [("merge_states", {"vector": vector}), ("merge_pair", {"vector": vector})]
     found += [("append_rows", {"unit": unit}) for unit in (1, 2, 4, 16)]

@@ -27,6 +27,7 @@ from nbattn.cuda_kernels.shapes import (
     decode_shape,
     gather_shape,
     head_size_class,
+    paged_family,
 )
 from nbattn.errors import ContractError, TargetError
 from nbattn.kv_cache import PagedKV
@@ -35,7 +36,7 @@ from nbattn.problem import Level, Options, Preparation, Problem
 from nbattn.rotary import rope_planes
 
 SHARES_AT_A_TIME = 4  # the number of shares of work is a multiple of it
-BLOCKS_PER_MULTIPROCESSOR = 2  # of either tile: see the register table of the tests
+BLOCKS_PER_MULTIPROCESSOR = 2  # of either tile but the warpgroups': see the register table of the tests
 MOST_DECODE_KEYS = 1000  # of a resident block; more keys that many rows share are faster on the prefill tile
 MOST_KEYS_BESIDE = 2  # of prefill tiles for each of decode tiles: beyond, prefill tiles fill the multiprocessors
 POSITIONS_AHEAD = 1 << 17  # most that planes of rotation are made for before a request stands there
@@ -92,7 +93,8 @@ def tiling(
         tokens.append(tile)
     if len(levels) == 1 and longest <= few:
         return _decode_tiling(levels[0].kv, int(np.count_nonzero(rows)), tile, few, split_size, max_kv_len)
-    shares, many_shares = (max(1, round(blocks * part)) for part in _parts_of_wave(few_keys, many_keys))
+    fills = paged_family("prefill", levels[0].kv.kv_dtype, current_device().compute_capability) == "paged_wgmma"
+    shares, many_shares = (max(1, round(blocks * part)) for part in _parts_of_wave(few_keys, many_keys, fills))
     return Tiling(tuple(tokens), shares, few, many_shares)
 
 
@@ -117,16 +119,16 @@ def _decode_tiling(
     return Tiling((tokens,), SHARES_AT_A_TIME * max(1, round(blocks)), few)
 
 
-def _parts_of_wave(few_keys: int, many_keys: int) -> tuple[float, float]:
+def _parts_of_wave(few_keys: int, many_keys: int, fills: bool) -> tuple[float, float]:
     """Return which part of a wave of blocks the decode and the prefill tiles of a call fill, by the keys of both.
 
     Where both have work, they share the multiprocessors, a block each, and the one with little to do takes fewer
-    blocks of more keys.
+    blocks of more keys. A block of the prefill tile may fill a multiprocessor by itself (`fills`).
     """
     if many_keys == 0 or few_keys == 0:
-        return 1.0, 1.0
+        return 1.0, 0.5 if fills else 1.0
     if many_keys > MOST_KEYS_BESIDE * few_keys:
-        return 0.5, 1.0
+        return (1.0, 0.5) if fills else (0.5, 1.0)
     return 1.0, 0.25 if many_keys <= few_keys / 4 else 0.5
 
 

@@ -51,7 +51,13 @@ def add(x, y):
 
 
 def make_tile(
-    cache: str, head_dim: int, keys: int, fetched: int = 16, sixteens: int = 1, shares_query: bool = False
+    cache: str,
+    head_dim: int,
+    keys: int,
+    fetched: int = 16,
+    sixteens: int = 1,
+    shares_query: bool = False,
+    panel_rows: int = 0,
 ) -> SimpleNamespace:
     """Return the tile's steps for a cache format, a head-size class and a number of keys, a multiple of 16.
 
@@ -69,6 +75,8 @@ def make_tile(
         Query rows over 16.
     shares_query : bool
         Keep q in shared memory, for several warps, also where registers would hold it.
+    panel_rows : int
+        0, or the query rows of a block whose q, K and V lie in shared memory in the panels of `warpgroup`.
     """
     form = CACHE_FORMATS[cache]
     pack, unpack, widen, multiply = form.pack, form.unpack, form.widen, form.multiply
@@ -76,10 +84,12 @@ def make_tile(
     OWN_KIND = F16 if HALF else BF16
     K_ROW = V_ROW = head_dim * form.item_bytes
     ITEM = form.item_bytes
-    Q_SHARED = shares_query or head_dim * sixteens > 128  # the accumulators leave no registers for q
+    KEY_ROW, PANEL = (128, 128 * keys) if panel_rows else (K_ROW, 128)  # bytes between rows and between 128-byte pieces
+    Q_SHARED = shares_query or panel_rows or head_dim * sixteens > 128  # the accumulators leave no registers for q
     S_ROWS, O_ROWS, ROWS = 2 * keys // 4, head_dim // 2, 2 * sixteens  # numbers of 16 rows, rows of a lane
     STEPS, GROUPS, OUT_TILES = head_dim // 16, keys // 16, head_dim // 8
     PAIRS = 2 * STEPS  # of neighbouring numbers, that a lane holds of a row of q
+    PROBED = keys * V_ROW // (2048 if panel_rows else 512)  # turns of a warp; those of a warpgroup share a tile
     SHARE = PAIRS // SHARES
     PROBE_BITS, PROBE_ADD, PROBE_HIT = (uint32(x) for x in form.probe)
 
@@ -126,12 +136,11 @@ def make_tile(
         top = float32(0)
         for i in range(PAIRS):
             top = ptx.maximum(top, ptx.maximum(abs(x[i]), abs(y[i])))
-        unit = float32(1)
+        unit = inverse = float32(1)
         if HALF:
             exponent = ptx.float_bits(over_quad(top, ptx.maximum)) & uint32(0x7F800000)
             exponent = min(max(exponent, uint32(0x10000000)), uint32(0x6F000000))  # its inverse is a number too
-            unit = ptx.bits_float(exponent)
-        inverse = ptx.divide(float32(1), unit)
+            unit, inverse = ptx.bits_float(exponent), ptx.bits_float(uint32(0x7F000000) - exponent)
         for i in range(PAIRS):
             words[i] = pack(x[i] * inverse, y[i] * inverse)
         return unit
@@ -152,7 +161,11 @@ def make_tile(
             unit = round_query(words, address, kind, head_dim, c)
         for j in range(PAIRS):
             word, place = 2 * (j % 2) + i % 2, j // 2 * sixteens + i // 2
-            if Q_SHARED:
+            if panel_rows:
+                row = (lane >> int32(2)) + int32(8 * i)
+                at = q + int32(128 * panel_rows * (j // 8)) + row * int32(128) + int32(4) * c
+                ptx.shared_store_u32(at + ((int32(j % 8) ^ (row & int32(7))) << int32(4)), words[j])
+            elif Q_SHARED:
                 if writes:
                     ptx.shared_store_u32(q + int32(512 * place + 4 * word) + (lane << int32(4)), words[j])
             else:
@@ -189,36 +202,32 @@ def make_tile(
         return q[4 * place], q[4 * place + 1], q[4 * place + 2], q[4 * place + 3]
 
     @register_jitable
-    def fetch(k_tile, v_tile, page, slot, lane, pages):
-        """Start copying `fetched` keys' rows of K and V; lane i gives page and slot of key ``i % fetched``.
+    def fetch_rows(tile, rows, page_stride, slot_stride, row_bytes, num_pages, page, slot, lane):
+        """Start copying `fetched` keys' rows of K or V, at `rows`; lane i gives page and slot of key ``i % fetched``.
 
-        `pages` is a `groups.Pages`. Returns the bits of the keys that exist; the others' rows are filled with zeros.
+        Returns the bits of the keys that exist; the others' rows are filled with zeros.
         """
-        exists = mapped_page(page, pages.num_pages)
+        exists = mapped_page(page, num_pages)
         mapped = ptx.ballot(int32(exists))
         page, slot = int64(page) if exists else int64(0), int64(slot) if exists else int64(0)
-        k_offset = page * pages.k_page + slot * pages.k_slot
-        v_offset = page * pages.v_page + slot * pages.v_slot
+        offset = page * page_stride + slot * slot_stride
         column, first = lane & int32(7), lane >> int32(3)
+        rows += int64(column << int32(4))
         for i in range(fetched // 4):  # 8 lanes a row, 4 rows a turn
             key = int32(4 * i) + first
             size = int32(((mapped >> uint32(key)) & uint32(1)) << uint32(4))
-            swizzle = key & int32(7)
-            source = pages.k + ptx.from_lane_i64(k_offset, key)
-            target = k_tile + key * int32(K_ROW)
+            source = rows + ptx.from_lane_i64(offset, key)
+            target = tile + key * int32(KEY_ROW) + ((column ^ (key & int32(7))) << int32(4))
             for j in range(K_ROW // 128):
-                chunk = int32(8 * j) + column
-                inside = size if (chunk << int32(4)) < pages.k_bytes else int32(0)
-                offset = int64(min(chunk << int32(4), pages.k_bytes - int32(16)))
-                ptx.copy_async(target + ((chunk ^ swizzle) << int32(4)), source + offset, inside)
-            source = pages.v + ptx.from_lane_i64(v_offset, key)
-            target = v_tile + key * int32(V_ROW)
-            for j in range(V_ROW // 128):
-                chunk = int32(8 * j) + column
-                inside = size if (chunk << int32(4)) < pages.v_bytes else int32(0)
-                offset = int64(min(chunk << int32(4), pages.v_bytes - int32(16)))
-                ptx.copy_async(target + ((chunk ^ swizzle) << int32(4)), source + offset, inside)
+                inside = size if int32(128 * j) + (column << int32(4)) < row_bytes else int32(0)
+                ptx.copy_async(target + int32(j * PANEL), source + int64(128 * j), inside)
         return mapped & uint32((1 << fetched) - 1)
+
+    @register_jitable
+    def fetch(k_tile, v_tile, page, slot, lane, pages):
+        """Start copying `fetched` keys' rows of K and V; `pages` is a `groups.Pages`. See `fetch_rows`."""
+        fetch_rows(v_tile, pages.v, pages.v_page, pages.v_slot, pages.v_bytes, pages.num_pages, page, slot, lane)
+        return fetch_rows(k_tile, pages.k, pages.k_page, pages.k_slot, pages.k_bytes, pages.num_pages, page, slot, lane)
 
     @register_jitable
     def accumulate(c, i, a, b0, b1):
@@ -253,34 +262,49 @@ def make_tile(
             unroll_fully()
 
     @register_jitable
-    def soften(s, m, d_sum, o):
-        """Online softmax: turn scores into weights under the new maxima, and rescale what has been summed."""
-        alphas = cuda.local.array(ROWS, types.float32)
+    def weigh(s, factor, m, d_sum, alphas):
+        """Online softmax: turn scores over `factor` >= 0 into weights under the new maxima.
+
+        Return whether some maximum of the warp rises; what has been summed is then to be multiplied by `alphas`.
+        """
         rises = int32(0)
         for i in range(ROWS):
             j = S_ROWS * (i // 2) + 2 * (i % 2)
-            top = m[i]
-            for n in range(2 * GROUPS):
+            top = ptx.maximum(s[j], s[j + 1])
+            for n in range(1, 2 * GROUPS):
                 top = ptx.maximum(top, ptx.maximum(s[j + 4 * n], s[j + 4 * n + 1]))
-            top = over_quad(top, ptx.maximum)
+            top = ptx.maximum(m[i], over_quad(top, ptx.maximum) * factor[i])
             base = shift(top)
             alpha = state_weight(m[i], base)
             m[i] = top
-            total = d_sum[i] * alpha
+            even, odd = d_sum[i] * alpha, float32(0)
             for n in range(2 * GROUPS):
                 for e in range(2):
-                    weight = state_weight(s[j + 4 * n + e], base)
-                    s[j + 4 * n + e] = weight
-                    total += weight
-            d_sum[i], alphas[i] = total, alpha
+                    s[j + 4 * n + e] = state_weight(s[j + 4 * n + e] * factor[i], base)
+                even += s[j + 4 * n]
+                odd += s[j + 4 * n + 1]
+            d_sum[i], alphas[i] = even + odd, alpha
             if alpha != float32(1):
                 rises = int32(1)
-        if ptx.ballot(rises) != uint32(0):  # seldom after the first tiles
-            for i in range(ROWS):
-                for n in range(OUT_TILES):
-                    j = O_ROWS * (i // 2) + 4 * n + 2 * (i % 2)
-                    o[j] *= alphas[i]
-                    o[j + 1] *= alphas[i]
+        return ptx.ballot(rises) != uint32(0)  # seldom after the first tiles
+
+    @register_jitable
+    def rescale(o, alphas):
+        """Multiply what has been summed for each row."""
+        for i in range(ROWS):
+            for n in range(OUT_TILES):
+                j = O_ROWS * (i // 2) + 4 * n + 2 * (i % 2)
+                o[j] *= alphas[i]
+                o[j + 1] *= alphas[i]
+
+    @register_jitable
+    def soften(s, m, d_sum, o):
+        """Turn scores into weights under the new maxima, and rescale what has been summed."""
+        alphas, factor = cuda.local.array(ROWS, types.float32), cuda.local.array(ROWS, types.float32)
+        for i in range(ROWS):
+            factor[i] = float32(1)
+        if weigh(s, factor, m, d_sum, alphas):
+            rescale(o, alphas)
 
     @register_jitable
     def pack_weights(s, p):
@@ -313,9 +337,9 @@ def make_tile(
 
     @register_jitable
     def has_nonfinite(v_tile, lane):
-        """Return whether any value of the tile is infinite or NaN."""
+        """Return whether any value of the tile, or of a warp's share from `v_tile` on, is infinite or NaN."""
         found = uint32(0)
-        for i in range(keys * V_ROW // 512):
+        for i in range(PROBED):
             x0, x1, x2, x3 = ptx.shared_load_4u32(v_tile + (int32(32 * i) + lane) * int32(16))
             found |= ((x0 & PROBE_BITS) + PROBE_ADD) | ((x1 & PROBE_BITS) + PROBE_ADD)
             found |= ((x2 & PROBE_BITS) + PROBE_ADD) | ((x3 & PROBE_BITS) + PROBE_ADD)
@@ -349,10 +373,11 @@ def make_tile(
                     key = int32(k)
                     w0 = ptx.shared_load_f32(scratch + ((r * int32(16) + key) << int32(2)))
                     w1 = ptx.shared_load_f32(scratch + (((r + int32(8)) * int32(16) + key) << int32(2)))
-                    row = v_tile + (int32(16 * g) + key) * int32(V_ROW) + int32(4) * c
+                    row = v_tile + (int32(16 * g) + key) * int32(KEY_ROW) + int32(4) * c
                     swizzle = (key & int32(7)) << int32(4)
                     for chunk in range(V_ROW // 16):  # the lane's four bytes of 16
-                        word = ptx.shared_load_u32(row + (int32(chunk << 4) ^ swizzle))
+                        at = row + int32(chunk // 8 * PANEL) + (int32(chunk % 8 << 4) ^ swizzle)
+                        word = ptx.shared_load_u32(at)
                         if WIDEN:
                             j = O_ROWS * t + 8 * chunk
                             x0, x1 = unpack(widen(word))
@@ -373,6 +398,8 @@ def make_tile(
             unroll_fully()
 
     return SimpleNamespace(
+        OWN_KIND="f16" if HALF else "bf16",
+        unpack=unpack,
         K_ROW=K_ROW,
         V_ROW=V_ROW,
         ITEM=ITEM,
@@ -390,7 +417,10 @@ def make_tile(
         put_query_share=put_query_share,
         SHARE=SHARE,
         fetch=fetch,
+        fetch_rows=fetch_rows,
         multiply_keys=multiply_keys,
+        weigh=weigh,
+        rescale=rescale,
         soften=soften,
         pack_weights=pack_weights,
         multiply_values=multiply_values,

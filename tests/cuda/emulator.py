@@ -17,7 +17,7 @@ from typing import Any
 import instructions
 import numpy as np
 from greenlet import greenlet
-from instructions import STAND_INS, Cluster, Thread, wrap
+from instructions import STAND_INS, Cluster, Thread, warpgroup_product, wrap
 from numba import cuda as numba_cuda
 from numba.core.types import Type as NumbaType
 
@@ -75,7 +75,8 @@ def _stand_in(value: Any, done: dict) -> Any:
     if value is numba_cuda:
         return _Cuda()
     if type(value).__name__ == "_Intrinsic":
-        return STAND_INS[value._name]
+        product = getattr(value, "product", None)
+        return warpgroup_product(*product) if product else STAND_INS[value._name]
     if isinstance(value, NumbaType) and value.name in (*_INTEGERS, "float32"):
         return _Cast(value.name)
     if isinstance(value, types.ModuleType) and value.__name__.startswith(LENT_MODULES):

@@ -6,6 +6,7 @@ Integers are Python integers that instructions wrap to their width; float32 is `
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from greenlet import getcurrent
 
 WARP = 32
+SCOPES = {"warp": WARP, "warpgroup": 4 * WARP}  # anything else is the block
 LANES = np.arange(WARP)
 GROUP, QUAD = LANES // 4, LANES % 4  # r and c of a lane
 
@@ -24,6 +26,7 @@ class Block:
         self.index, self.rank, self.cluster = index, rank, cluster
         self.threads, self.lent = cluster.threads, cluster.lent
         self.shared = np.full(max(cluster.shared_bytes, 16), 0xFF, np.uint8)
+        self.unpublished = np.full(self.shared.size, -1, np.int16)  # whose write matrix units may not see yet
 
 
 class Cluster:
@@ -54,10 +57,10 @@ current: Any = None  # the thread that runs; the emulator sets it
 
 
 def together(scope: str, name: str, value: Any, combine: Callable[[list], list] | None = None) -> Any:
-    """Wait for all threads of the warp, block or cluster, then hand each its part of ``combine(values)``."""
+    """Wait for all threads of a scope, then hand each its part of ``combine(values)``."""
     thread = current
     block, cluster = thread.block, thread.block.cluster
-    count = {"warp": WARP, "block": block.threads, "cluster": block.threads * len(cluster.blocks)}[scope]
+    count = SCOPES.get(scope) or block.threads * (len(cluster.blocks) if scope == "cluster" else 1)
     first = thread.serial // count * count
     key = (scope, first)
     arrived = cluster.waiting.setdefault(key, {})
@@ -130,6 +133,12 @@ def _eight_bit_pair(dtype: Any) -> Callable:
     return widen
 
 
+NUMBERS = {
+    "bf16": lambda bits: (bits << 16).astype(np.uint32).view(np.float32),
+    "f16": lambda bits: bits.astype(np.uint16).view(np.float16).astype(np.float32),
+}
+
+
 def _multiply(number_of: Callable) -> Callable:
     """Return ``mma.m16n8k16``: every lane's fragments gathered, multiplied in float32, and spread again."""
 
@@ -195,6 +204,7 @@ def _wait(newest: int) -> Callable:
         while len(current.groups) > newest:
             for target, source, count in current.groups.pop(0):
                 shared(target, 16)[:] = memory(source, 16) if count else 0
+                current.block.unpublished[target : target + 16] = current.number
 
     return wait
 
@@ -214,6 +224,81 @@ def _remote_load_4u32_if(address: int, rank: int, wanted: int) -> tuple[int, ...
     if not wanted:
         return 0, 0, 0, 0
     return tuple(int(x) for x in shared(wrap(address, 32, True), 16, rank).view(np.uint32))
+
+
+def _publish_writes() -> None:
+    unpublished = current.block.unpublished
+    unpublished[unpublished == current.number] = -1
+
+
+def _any_of_block(value: int) -> int:
+    return together("block", "any_of_block", value, lambda values: [int(any(values))] * len(values))
+
+
+def _any_of_group(value: int, barrier: int) -> int:
+    assert barrier == 1 + current.number // SCOPES["warpgroup"]
+    return together("warpgroup", "any_of_group", value, lambda values: [int(any(values))] * len(values))
+
+
+def _matrix(descriptor: int, rows: int, along_rows: bool) -> np.ndarray:
+    """Return the bits ``[rows, 16]`` of a matrix in shared memory, a side of a product of a warpgroup.
+
+    By the PTX manual's canonical layouts of the 128-byte swizzle: eight rows of 128 bytes, whose chunks of 16 bytes are
+    exchanged by three bits of the address, repeat at the second stride; if it is read `along_rows` of memory, 64
+    columns of such rows repeat at the first stride.
+    """
+    start, first, second = (16 * (descriptor >> bit & 0x3FFF) for bit in (0, 16, 32))
+    assert wrap(descriptor, 64, False) >> 49 == 1 << 13, "128-byte swizzle, rows that start at multiples of 1024"
+    row, column = np.arange(rows)[:, None], np.arange(16)[None, :]
+    if along_rows:
+        address = start + row // 64 * first + row % 64 * 2 + column // 8 * second + column % 8 * 128
+    else:
+        address = start + row // 8 * second + row % 8 * 128 + column * 2
+    address = address ^ (address >> 7 & 7) << 4
+    block = current.block
+    assert (block.unpublished[address] < 0).all(), "matrix units read what no fence has published"
+    return block.shared.view(np.uint16)[address // 2]
+
+
+def warpgroup_product(text: str, keeps: bool) -> Callable:
+    """Return the stand-in of a product of `nbattn.cuda_kernels.warpgroup`, which executes its text at once."""
+    add = r"add\.s64 (\w+), \$(\d+), (\d+);"
+    multiply = r"m64n(\d+)k16\.f32\.(\w+)\.\w+ \{[^}]*\}, (\{[^}]*\}|a), b, ([ft]), 1, 1, ([01, ]+);"
+    lines = re.findall(f"{add}|{multiply}", text)
+
+    def combine(lanes):
+        numbers = len(lanes[0][0])
+        tile, e = np.divmod(np.arange(numbers), 4)
+        thread = np.arange(128)[:, None]
+        row, column = thread // 32 * 16 + thread % 32 // 4 + e // 2 * 8, tile * 8 + thread % 4 * 2 + e % 2
+        d = np.zeros((64, 2 * numbers), np.float32)
+        if keeps:
+            d[row, column] = [lane[0] for lane in lanes]
+        before = numbers * (1 + keeps) - 1  # operands ahead of the first input, which is a lane's second value
+        registers: dict[str, int] = {}
+        for target, operand, offset, columns, kind, left, adds, transposed in lines:
+            if target:
+                registers[target] = lanes[0][int(operand) - before] + int(offset)
+                continue
+            assert int(columns) == 2 * numbers
+            if left == "a":
+                a = _matrix(registers["a"], 64, False)
+            else:
+                a = np.zeros((64, 16), np.uint32)
+                for i, place in enumerate(re.findall(r"\d+", left)):
+                    words = np.array([wrap(lane[int(place) - before], 32, False) for lane in lanes], np.uint32)
+                    r, k = row[:, 0] + i % 2 * 8, thread[:, 0] % 4 * 2 + i // 2 * 8
+                    a[r, k], a[r, k + 1] = words & 0xFFFF, words >> 16
+            b = _matrix(registers["b"], 2 * numbers, transposed[-1] == "1")
+            product = NUMBERS[kind](a.astype(np.uint32)) @ NUMBERS[kind](b.astype(np.uint32)).T
+            d = d + product if adds == "t" else product
+        return list(d[row, column])
+
+    def product(target, *operands):
+        flat = [x for operand in operands for x in (operand if isinstance(operand, list) else [operand])]
+        target[:] = together("warpgroup", text[:120], (list(target), *flat), combine)
+
+    return product
 
 
 def _permute(low: int, high: int, select: int) -> int:
@@ -236,7 +321,10 @@ def _writer(access: Callable, dtype: Any) -> Callable:
 
     def store(address, *values):
         kept = values if dtype in (np.float32, np.float64) else [wrap(x, bits, False) for x in values]
-        access(wrap(address, 64, True), len(values) * bits // 8).view(dtype)[:] = kept
+        address, size = wrap(address, 64, True), len(values) * bits // 8
+        access(address, size).view(dtype)[:] = kept
+        if access is shared:
+            current.block.unpublished[address : address + size] = current.number
 
     return store
 
@@ -264,8 +352,8 @@ def _stand_ins() -> dict[str, Callable]:
         "e4m3_pair": _eight_bit_pair(float8_e4m3fn),
         "e5m2_pair": _eight_bit_pair(float8_e5m2),
         "int8_pair": _eight_bit_pair(np.int8),
-        "multiply_bf16": _multiply(lambda bits: (bits << 16).astype(np.uint32).view(np.float32)),
-        "multiply_f16": _multiply(lambda bits: bits.astype(np.uint16).view(np.float16).astype(np.float32)),
+        "multiply_bf16": _multiply(NUMBERS["bf16"]),
+        "multiply_f16": _multiply(NUMBERS["f16"]),
         "load_matrices": _load_matrices(False),
         "load_matrices_transposed": _load_matrices(True),
         "exchange_f32": _exchange,
@@ -283,6 +371,12 @@ def _stand_ins() -> dict[str, Callable]:
         "remote_load_4u32_if": _remote_load_4u32_if,
         "remote_load_2f32": lambda address, rank: tuple(shared(wrap(address, 32, True), 8, rank).view(np.float32)),
         "sync_block": lambda: together("block", "sync_block", None),
+        "any_of_block": _any_of_block,
+        "publish_writes": _publish_writes,
+        "any_of_group": _any_of_group,
+        "wait_products_0": lambda: None,
+        "wait_products_1": lambda: None,
+        "hold": lambda array: None,
         "copy_async": _copy_async,
         "commit_copies": _commit,
         "shared_address": lambda array: 0,

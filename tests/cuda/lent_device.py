@@ -17,6 +17,7 @@ class LentDevice:
 
     def __init__(self) -> None:
         self.number, self.multiprocessors, self.largest_cluster = 0, 1, 16
+        self.compute_capability = (8, 0)
         self.arrays: dict[int, np.ndarray] = {}
         self.launched: list[tuple[str, dict]] = []
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from register_table import CC, compiled, faults, label_of, read_table
+from register_table import CC, compiled, faults, label_of, read_table, tested
 
 from nbattn.cuda_kernels import compile as compiler
 from nbattn.cuda_kernels.shapes import specialisations
@@ -17,19 +17,26 @@ REGISTERS_OF_A_MULTIPROCESSOR, SHARED_BYTES_OF_A_MULTIPROCESSOR = 65536, 233472 
 
 
 def test_there_are_few_kernels():
-    families = [family for family, _ in specialisations()]
-    assert len(families) <= 60
-    assert max(map(families.count, families)) <= 24
+    assert len(tested()) <= 60
+    for capability in ((8, 0), CC, (12, 0)):
+        families = [family for family, _ in specialisations(capability)]
+        assert len(families) <= 60
+        assert max(map(families.count, families)) <= 24
 
 
-@pytest.mark.parametrize(("family", "constants"), specialisations(), ids=[label_of(*s) for s in specialisations()])
+def test_warpgroups_serve_hopper_alone():
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        hopper = {constants["cache"] for family, constants in specialisations(capability) if family == "paged_wgmma"}
+        assert hopper == ({"float16", "bfloat16"} if capability == (9, 0) else set())
+
+
+@pytest.mark.parametrize(("family", "constants"), tested(), ids=[label_of(*s) for s in tested()])
 def test_compiles_without_a_gpu(family, constants):
     result = compiled(family, constants)
     assert faults(result.ptx, converts_lse=family in ("merge_states", "merge_pair")) == []
-    assert (result.spilled_bytes, result.stack_bytes) == (0, 0)
+    assert (result.spilled_bytes, result.stack_bytes, result.remarks) == (0, 0, [])
     assert result.registers <= read_table()[result.label] + 4, "registers.txt says less: python register_table.py"
-    threads = 128
-    assert result.registers * threads * result.blocks <= REGISTERS_OF_A_MULTIPROCESSOR
+    assert result.registers * result.threads * result.blocks <= REGISTERS_OF_A_MULTIPROCESSOR
     if "plain" not in family:  # there the launch says how much
         assert (result.shared_bytes + 1024) * result.blocks <= SHARED_BYTES_OF_A_MULTIPROCESSOR
 

@@ -60,6 +60,19 @@ TILES = [
     Case((30,), rows=(20,), options=("bool_mask", "sinks"), values={"logits_soft_cap": 3.0},
          kernels=("paged_prefill",)),
 ]  # fmt: skip
+HOPPER = [
+    Case((300,), rows=(128,), heads=(1, 1), layout={"page_size": 16}),
+    Case((37,), heads=(20, 1), layout={"dims": (128, 128)}),
+    Case((270, 25), rows=(11, 9), q="float16", layout={"dims": (128, 96), "page_size": 7}),
+    Case((150,), rows=(131,), heads=(1, 1), values={"window_left": 20, "split_size": 64},
+         kernels=("paged_decode", "paged_wgmma", "merge_states")),
+    Case((140,), rows=(20,), heads=(2, 1), layout={"dims": (160, 192), "hnd": True}),
+    Case((140, 9), rows=(20, 9), layout={"unmapped": True, "page_size": 4}, values={"causal": False}),
+    Case((30,), rows=(20,), q="float16", options=("bool_mask", "sinks"), values={"logits_soft_cap": 3.0}),
+    Case((150,), rows=(20,), options=("float_mask", "alibi_slopes", "v_scale"), layout={"dims": (128, 128)}),
+    Case((20, 0), rows=(30, 20), values={"sm_scale": -0.3, "chunk_size": 12, "lse_base": "e"}),
+]  # fmt: skip
+HOPPER = [Case(**{**vars(c), "kernels": c.kernels if len(c.kernels) > 1 else ("paged_wgmma",)}) for c in HOPPER]
 PLAIN = [
     Case((5,), q="float32"),
     Case((70, 0, 17), q="float32", layout={"dims": (7, 33)}, values={"split_size": 32},
@@ -98,6 +111,27 @@ def build(case: Case) -> tuple[np.ndarray, nbattn.PagedKV, np.ndarray, dict[str,
     }
     options = {("attn_mask" if "mask" in name else name): made[name]() for name in case.options}
     return q, kv, indptr, {**options, **case.values}
+
+
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_warpgroups_match_the_oracle(case, lent):
+    lent.compute_capability = (9, 0)
+    test_matches_the_oracle(case, lent)
+
+
+@pytest.mark.parametrize("case", [HOPPER[0], HOPPER[5]], ids=str)
+def test_warpgroups_may_take_turns(case, lent, monkeypatch):
+    from nbattn.cuda_kernels import paged_wgmma
+
+    monkeypatch.setattr(paged_wgmma, "WGMMA_TURNS", not paged_wgmma.WGMMA_TURNS)
+    test_warpgroups_match_the_oracle(case, lent)
+
+
+def test_a_nan_in_turns(lent, monkeypatch):
+    from nbattn.cuda_kernels import paged_wgmma
+
+    monkeypatch.setattr(paged_wgmma, "WGMMA_TURNS", not paged_wgmma.WGMMA_TURNS)
+    test_a_nan_reaches_only_the_rows_that_keep_it("bfloat16", "bfloat16", (9, 0), lent)
 
 
 @pytest.mark.parametrize("case", TILES + PLAIN, ids=str)
@@ -148,10 +182,17 @@ def test_what_clusters_are_not_for(lent):
 
 
 @pytest.mark.parametrize(
-    ("q_dtype", "cache"), [("bfloat16", "bfloat16"), ("float16", "float8_e4m3fn"), ("float32", "float32")]
+    ("q_dtype", "cache", "capability"),
+    [
+        ("bfloat16", "bfloat16", (8, 0)),
+        ("bfloat16", "bfloat16", (9, 0)),
+        ("float16", "float8_e4m3fn", (8, 0)),
+        ("float32", "float32", (8, 0)),
+    ],
 )
-def test_a_nan_reaches_only_the_rows_that_keep_it(q_dtype, cache, lent):
+def test_a_nan_reaches_only_the_rows_that_keep_it(q_dtype, cache, capability, lent):
     """The value of a key that one row of a tile keeps and another drops is selected away, not multiplied by 0."""
+    lent.compute_capability = capability
     rng = np.random.default_rng(3)
     for rows, poisoned in ((2, [30]), (40, [30, 12])):
         kv = poisoned_cache(rng, [31], dtype=cache)
