@@ -22,7 +22,7 @@ PREFILL, DECODE = 32, 4  # rows of a tile at four heads a group
 
 def levels_of(batch, prefix, suffix, kv_heads, rows=1):
     """Return two levels of these lengths, for planning alone."""
-    page = np.zeros((1, 1, kv_heads, 8), np.float32)
+    page = np.zeros((1, 1, kv_heads, 8), np.float16)
     length = max(prefix, suffix)
     tables = np.zeros((1, length), np.int32), np.zeros((batch, length), np.int32)
     offsets = np.array([0, batch * rows]), np.arange(batch + 1) * rows
@@ -31,9 +31,9 @@ def levels_of(batch, prefix, suffix, kv_heads, rows=1):
     return tuple(Level(kv, rows, causal=False) for kv, rows in zip(kvs, offsets, strict=True))
 
 
-def plan_of(monkeypatch, levels, heads, split_size=None):
+def plan_of(monkeypatch, levels, heads, split_size=None, capability=(8, 0)):
     """Return the plan of these levels for a GPU of 132 multiprocessors."""
-    device = SimpleNamespace(multiprocessors=MULTIPROCESSORS, largest_cluster=16)
+    device = SimpleNamespace(multiprocessors=MULTIPROCESSORS, largest_cluster=16, compute_capability=capability)
     monkeypatch.setattr(target, "current_device", lambda: device)
     rules = PlanRules(heads, tuple(level.causal for level in levels), split_size=split_size)
     return Plan(levels, int(levels[-1].qo_indptr[-1]), rules, target.tiling(levels, heads, split_size))
@@ -68,6 +68,15 @@ def test_lengths_decide_the_tile_and_splits_of_a_prefix(batch, prefix, heads, ro
     assert shape_of(plan.work_list.work, 1)[0] == 1
     if heads[1] > 1:
         assert shape_of(plan.work_list.work, 1) == (1, 256, batch)  # suffixes stay whole
+
+
+@pytest.mark.parametrize(
+    ("batch", "prefix", "keys", "items"), [(64, 8192, 1024, 16), (16, 32768, 2048, 16), (64, 32768, 4096, 16)]
+)
+def test_a_tile_that_fills_a_multiprocessor_makes_one_block_of_each(batch, prefix, keys, items, monkeypatch):
+    levels = levels_of(batch, prefix, 256, 8)
+    plan = plan_of(monkeypatch, levels, 32, capability=(9, 0))
+    assert shape_of(plan.work_list.work, 0) == (min(batch, PREFILL), keys, items)
 
 
 @pytest.mark.parametrize(("levels", "split_size"), [(2, 64), (1, None)])
