@@ -69,9 +69,12 @@ def pair(cache: Data) -> tuple[Any, Any]:
     return cache.array[:, 0], cache.array[:, 1]
 
 
-def host_cache(cache: Data, shape: Any, ids: np.ndarray, keys: int | None = None) -> oracle.Cache:
-    """Return one request's pages on the host, as the oracle takes them."""
-    pages = cache.host(ids)  # [pages, 2, ...]
+def host_cache(
+    cache: Data, shape: Any, ids: np.ndarray, keys: int | None = None, heads: slice = slice(None)
+) -> oracle.Cache:
+    """Return some KV heads of one request's pages on the host, as the oracle takes them."""
+    part = cache.bits[:, :, heads] if shape.layout == "HND" else cache.bits[:, :, :, heads]
+    pages = Data(cache.xp, part, cache.dtype).host(ids)  # [pages, 2, ...]
     if shape.layout == "HND":
         pages = pages.swapaxes(2, 3)
     count = len(ids)

@@ -13,9 +13,16 @@ import nbattn
 from nbattn import oracle, testing
 
 SOFT_CAP = 30.0
-LONG = 8192  # keys beyond which one row of one request is enough for the oracle
+LONG = 8192  # keys beyond which one row of one request and KV head is enough for the oracle
 
 Call = Callable[[], Any]
+
+
+def checked_heads(shape: Shape, keys: int) -> tuple[slice, slice]:
+    """Return which KV heads and which query heads are compared with the oracle: the last one's where keys are many."""
+    num_qo_heads, num_kv_heads = shape.heads
+    first = 0 if keys <= LONG else num_kv_heads - 1
+    return slice(first, None), slice(first * (num_qo_heads // num_kv_heads), None)
 
 
 class Problem:
@@ -96,16 +103,19 @@ class PagedProblem(Problem):
         self.ours()[0]()
         shape = self.shape
         index = np.unique([0, shape.rows // 2, shape.rows - 1] if shape.keys <= LONG else [shape.rows // 2])
-        options = dict(self.options, sinks=self.sinks.host()) if shape.ruled else self.options
+        kv_heads, heads = checked_heads(shape, shape.keys)
+        options = dict(self.options, sinks=self.sinks.host()[heads]) if shape.ruled else self.options
         found = []
         requests = {shape.batch - 1} | ({0} if shape.keys <= LONG else set())
         for request in sorted(requests):
             rows = request * shape.rows + index
+            cache = host_cache(self.caches[0], shape, self.table[request], heads=kv_heads)
             expected = testing.expect(
-                oracle.paged_attention, self.q.host(rows), host_cache(self.caches[0], shape, self.table[request]),
-                np.array([0, len(rows)]), q_positions=shape.keys - shape.rows + index, **options,
+                oracle.paged_attention, self.q.host(rows)[:, heads], cache, np.array([0, len(rows)]),
+                q_positions=shape.keys - shape.rows + index, **options,
             )  # fmt: skip
-            found.append(testing.compare(self.out.host(rows), expected.out, expected.out_budget, f"request {request}"))
+            actual = self.out.host(rows)[:, heads]
+            found.append(testing.compare(actual, expected.out, expected.out_budget, f"request {request}"))
         return found
 
     def blocks(self, index: int) -> tuple[np.ndarray, int]:
@@ -174,13 +184,15 @@ class CascadeProblem(Problem):
         self.ours()[0]()
         shape = self.shape
         found = []
-        for row in sorted({0, shape.batch - 1}):
+        kv_heads, heads = checked_heads(shape, shape.prefix)
+        for row in sorted({shape.batch - 1} | ({0} if shape.prefix <= LONG else set())):
             levels = [
-                oracle.Level(host_cache(self.caches[0], shape, ids, keys), np.array([0, 1]))
+                oracle.Level(host_cache(self.caches[0], shape, ids, keys, kv_heads), np.array([0, 1]))
                 for ids, keys in ((self.prefix_table, shape.prefix), (self.suffix_table[row], shape.suffix))
             ]
-            expected = testing.expect(oracle.cascade_attention, self.q.host([row]), levels)
-            found.append(testing.compare(self.out.host([row]), expected.out, expected.out_budget, f"row {row}"))
+            expected = testing.expect(oracle.cascade_attention, self.q.host([row])[:, heads], levels)
+            actual = self.out.host([row])[:, heads]
+            found.append(testing.compare(actual, expected.out, expected.out_budget, f"row {row}"))
         return found
 
     def blocks(self, index: int) -> tuple[np.ndarray, int]:
@@ -225,11 +237,13 @@ class GatherProblem(Problem):
         """Compare a few rows with the oracle."""
         self.ours()[0]()
         rows = np.unique([0, self.shape.rows - 1])
+        kv_heads, heads = checked_heads(self.shape, self.shape.keys)
         expected = testing.expect(
-            oracle.gather_attention, self.q.host(rows), host_cache(self.caches[0], self.shape, self.table),
-            self.lists[rows], np.full(len(rows), self.shape.width), np.array([0, len(rows)]),
+            oracle.gather_attention, self.q.host(rows)[:, heads],
+            host_cache(self.caches[0], self.shape, self.table, heads=kv_heads), self.lists[rows],
+            np.full(len(rows), self.shape.width), np.array([0, len(rows)]),
         )  # fmt: skip
-        return [testing.compare(self.out.host(rows), expected.out, expected.out_budget, "rows")]
+        return [testing.compare(self.out.host(rows)[:, heads], expected.out, expected.out_budget, "rows")]
 
     def blocks(self, index: int) -> tuple[np.ndarray, int]:
         """Return what a call reads."""
