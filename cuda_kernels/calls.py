@@ -203,7 +203,7 @@ def paged_kernels(
         yield segment.level, KernelCall(family, constants, grid, values, shared_bytes)
     if metadata.num_merges:
         lists = tuple(pointers[name] for name in ("merge rows", "merge indptr", "merge slots"))
-        layout = metadata.num_merges, 0, q.shape[1], kvs[0].k.shape[2]
+        layout = metadata.num_merges, metadata.most_states, q.shape[1], kvs[0].k.shape[2]
         yield 0, merge_kernel(device, lists, (0, 0), layout, result, out)
 
 
@@ -276,15 +276,16 @@ def merge_kernel(
     lists : tuple of 3 addresses
         The merges' rows, indptr and slots; or zeros, where every row's states follow each other.
     states : (address of values, address of sums)
-    layout : (merges, states of each without lists, num_qo_heads, num_kv_heads)
+    layout : (merges, states of each or most of them where they are listed, num_qo_heads, num_kv_heads)
     result : tuple
         `result_values` of the call.
     """
     num_merges, num_states, heads, kv_heads = layout
     head_dim = out.shape[2]
     width = CHUNK_BYTES // 4 if packed(device, out, head_dim, CHUNK_BYTES // 4) else 1
-    known = None if lists[0] else num_states
-    lanes, groups, grid = merge_team(num_merges * heads, head_dim, width, device.multiprocessors, known)
+    listed = lists[0] != 0
+    lanes, groups, grid = merge_team(num_merges * heads, head_dim, width, device.multiprocessors, num_states, listed)
+    num_states = 0 if listed else num_states
     head_bytes = 4 * head_dim
     values = (
         *(states[0], num_states * heads * head_bytes, heads * head_bytes, head_bytes, 4, KINDS["float32"]),

@@ -173,20 +173,21 @@ def make(vector: bool) -> Kernel:
         return top, total
 
     @register_jitable
-    def sum_groups(value, top, total, shared, thread, group, lane_bits):
+    def sum_groups(value, top, total, shared, thread, group, groups, lane_bits):
         """Sum the streams that the groups have summed, into `value` of group 0; return maximum and denominator."""
         put(shared + thread * int32(4 * WIDTH), value)
         ptx.shared_store_2f32(shared + int32(PARTIALS) + thread * int32(8), top, total)
         ptx.sync_block()
         if group == int32(0):
             for other in range(1, STREAMS):
-                neighbour = int32(thread + (int32(other) << lane_bits))
-                at = shared + int32(PARTIALS) + neighbour * int32(8)
-                m, d_sum = ptx.shared_load_f32(at), ptx.shared_load_f32(at + int32(4))
-                higher = ptx.maximum(top, m)
-                a, b = state_weight(top, shift(higher)), state_weight(m, shift(higher))
-                fold(value, shared + neighbour * int32(4 * WIDTH), a, b, True)
-                top, total = higher, total * a + d_sum * b
+                if int32(other) < groups:
+                    neighbour = int32(thread + (int32(other) << lane_bits))
+                    at = shared + int32(PARTIALS) + neighbour * int32(8)
+                    m, d_sum = ptx.shared_load_f32(at), ptx.shared_load_f32(at + int32(4))
+                    higher = ptx.maximum(top, m)
+                    a, b = state_weight(top, shift(higher)), state_weight(m, shift(higher))
+                    fold(value, shared + neighbour * int32(4 * WIDTH), a, b, True)
+                    top, total = higher, total * a + d_sum * b
                 unroll_fully()
         return top, total
 
@@ -228,7 +229,7 @@ def make(vector: bool) -> Kernel:
         ptx.wait_for_earlier()  # the plan's lists are there before, the states are not
         top, total = sum_streams(value, count, group, groups, place, states)
         if groups > int32(1):
-            top, total = sum_groups(value, top, total, shared, thread, group, lane_bits)
+            top, total = sum_groups(value, top, total, shared, thread, group, groups, lane_bits)
         if group == int32(0) and inside:
             inverse, row_lse = normalise(top, total, sinks, head)
             kv_head = idiv(head, group_size)

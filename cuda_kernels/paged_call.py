@@ -36,6 +36,8 @@ class PagedCall:
     ----------
     addresses, options : tuple of int
         Where the arrays and options it was made from lie.
+    follows_plan : bool
+        Whether its page ids are the plan's own, which an update refills as it does the lengths.
     aligned : bool
         Whether it may be repeated: no array of data stands at an odd address, for which the kernels were chosen.
     """
@@ -61,6 +63,7 @@ class PagedCall:
         self._launches = []
         self._tables = [metadata.table(level, kv.kv_indices) for level, kv in enumerate(kvs)]
         tables = [address for address, _ in self._tables]
+        self.follows_plan = all(owner is metadata for _, owner in self._tables)
         started = False
         for level, kernel in paged_kernels(device, metadata, q, kvs, tables, options, out, lse):
             places = {**fixed, "k": 3 + 2 * level, "v": 4 + 2 * level}

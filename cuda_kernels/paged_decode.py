@@ -24,6 +24,7 @@ from nbattn.cuda_kernels.rows import (
     ROW_BEGIN,
     ROW_END,
     STATE,
+    end_behind_earlier,
     item_and_head,
     make_keys_of_warp,
     make_score_tile,
@@ -84,7 +85,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         row_begin = work_field(work, item, ROW_BEGIN)
         pairs = (work_field(work, item, ROW_END) - row_begin) * group_size
         if first_pair >= pairs:
-            ptx.wait_for_earlier()
+            end_behind_earlier()
             return
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
@@ -169,6 +170,6 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         count = int32(min(int32(16), pairs - first_pair))
         write_rows(shared, int32(PITCH), partials, warp, int32(WARPS), count, lane, row, qo_head, kv_head, state,
                    result)  # fmt: skip
-        ptx.wait_for_earlier()
+        end_behind_earlier()
 
     return Kernel(paged_decode, 32 * WARPS, 1 if head_dim > 128 else 2, SHARED)

@@ -25,6 +25,7 @@ from nbattn.cuda_kernels.rows import (
     ROW_BEGIN,
     ROW_END,
     STATE,
+    end_behind_earlier,
     item_and_head,
     make_finish,
     make_keys_of_warp,
@@ -82,7 +83,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         row_begin = work_field(work, item, ROW_BEGIN)
         pairs = int32((work_field(work, item, ROW_END) - row_begin) * group_size)
         if int32(cuda.blockIdx.y * (WARPS * ROWS)) >= pairs:
-            ptx.wait_for_earlier()
+            end_behind_earlier()
             return
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
         scratch, bits_at = shared + int32(SCRATCH) + warp * int32(1024), shared + int32(BITS)
@@ -174,6 +175,6 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         accumulators = shared + warp * int32(ROWS * PITCH)
         finish(o, m, d_sum, accumulators, partials, work_field(work, item, STATE), row_begin, first_pair, pairs, lane,
                kv_head, group_size, result)  # fmt: skip
-        ptx.wait_for_earlier()
+        end_behind_earlier()
 
     return Kernel(paged_prefill, 32 * WARPS, 8 // WARPS, SHARED)

@@ -24,6 +24,7 @@ from nbattn.cuda_kernels.rows import (
     ROW_BEGIN,
     ROW_END,
     STATE,
+    end_behind_earlier,
     item_and_head,
     make_finish,
     make_keys_of_warp,
@@ -289,7 +290,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         row_begin = work_field(work, item, ROW_BEGIN)
         pairs = int32((work_field(work, item, ROW_END) - row_begin) * group_size)
         if int32(cuda.blockIdx.y * PREFILL_ROWS) >= pairs:
-            ptx.wait_for_earlier()
+            end_behind_earlier()
             return
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 1024))
         scratch = shared + int32(SCRATCH) + warp * int32(1024)
@@ -349,6 +350,6 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         partials, state = shared + int32(PARTIALS) + warp * int32(ROWS * 8), work_field(work, item, STATE)
         finish(o, m, d_sum, shared + warp * int32(ROWS * PITCH), partials, state, row_begin, first_pair, pairs, lane,
                kv_head, group_size, result)  # fmt: skip
-        ptx.wait_for_earlier()
+        end_behind_earlier()
 
     return Kernel(paged_wgmma, 32 * WARPS, 1, SHARED)

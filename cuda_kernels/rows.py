@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from numba import cuda
 from numba.cuda import float32, int32, int64, uint32
 from numba.extending import register_jitable
 
@@ -49,6 +50,13 @@ def item_and_head(block, num_qo_heads, group_size):
     num_kv_heads = idiv(num_qo_heads, group_size)
     item = idiv(block, num_kv_heads)
     return item, int32(block - item * num_kv_heads)
+
+
+@register_jitable
+def end_behind_earlier():
+    """Let a launch end behind the one ahead of it, beside which it runs: one block waits, the others leave room."""
+    if cuda.blockIdx.x == 0 and cuda.blockIdx.y == 0:
+        ptx.wait_for_earlier()
 
 
 @register_jitable

@@ -13,8 +13,7 @@ PLAIN_WARPS, PLAIN_BLOCKS = 4, 4  # of a block, of a multiprocessor
 MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS = 256, 8, 8  # see merge_states
 PAIR_THREADS, PAIR_TASKS = 128, 2  # see merge_pair
 CHUNK_BYTES = 16  # that a lane of a merge takes at a time, where rows are packed and aligned
-BUSY_THREADS = 1024  # of a multiprocessor, from which on planned rows are merged by one group of lanes each
-STATES_BUSY_THREADS = 768  # likewise rows of a known number of states
+BUSY_THREADS = 768  # of a multiprocessor: as many as reside, see the register table; then one group of lanes a row
 LARGEST_HEAD = 8192  # of the plain path: q and four accumulators fill a multiprocessor's shared memory
 
 
@@ -80,7 +79,7 @@ def lane_bits(head_dim: int, width: int) -> int:
 
 
 def merge_team(
-    rows: int, head_dim: int, width: int, multiprocessors: int, num_states: int | None = None
+    rows: int, head_dim: int, width: int, multiprocessors: int, num_states: int, listed: bool = False
 ) -> tuple[int, int, tuple[int, int, int]]:
     """Return (log2 of a row's lanes, log2 of the groups of lanes that share a row's states, grid) of a merge.
 
@@ -90,14 +89,17 @@ def merge_team(
         (row, head) pairs.
     width : int
         Numbers that a lane takes at a time.
-    num_states : int, optional
-        States of every row, if known.
+    num_states : int
+        States of every row, or most states of a row where they are `listed`.
+    listed : bool
+        Groups take whole streams: one each, or one group takes all. The sum's order is then the same.
     """
     bits = min(5, lane_bits(head_dim, width))
-    busy = BUSY_THREADS if num_states is None else STATES_BUSY_THREADS
-    few = num_states is not None and num_states <= MERGE_BATCH
-    groups = 1 if few or rows << bits >= multiprocessors * busy else MERGE_STREAMS
-    group_bits = groups.bit_length() - 1
+    batches = min(MERGE_STREAMS, ceil(num_states / MERGE_BATCH)) if listed else MERGE_STREAMS
+    group_bits = (batches - 1).bit_length() if num_states > MERGE_BATCH else 0
+    threads = rows << bits + group_bits if listed else rows << bits
+    if threads > multiprocessors * BUSY_THREADS:
+        group_bits = 0
     grid = ceil(rows / (MERGE_THREADS >> (bits + group_bits))), ceil(head_dim / (width << bits)), 1
     return bits, group_bits, grid
 

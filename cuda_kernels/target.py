@@ -19,13 +19,15 @@ from nbattn.cuda_kernels.gather_parts import cut_lists, cut_lists_at, keep_for_g
 from nbattn.cuda_kernels.metadata import PlanMetadata, Room
 from nbattn.cuda_kernels.paged_call import PagedCall
 from nbattn.cuda_kernels.shapes import DECODE_ROWS, PLAIN_BLOCKS, PREFILL_ROWS, gather_shape
-from nbattn.errors import TargetError
+from nbattn.errors import ContractError, TargetError
 from nbattn.planning import Plan, Tiling
 from nbattn.problem import Level, Options, Preparation, Problem
 from nbattn.rotary import rope_planes
 
-BLOCKS_PER_MULTIPROCESSOR = 2  # of the decode tile: see the register table of the tests
-ITEMS_PER_WORKER = 4  # what planning makes of a worker
+BLOCKS_PER_MULTIPROCESSOR = 2  # of either tile: see the register table of the tests
+MOST_DECODE_KEYS = 800  # of a resident block; more keys that many rows share are faster on the prefill tile
+KEYS_BESIDE = 2  # of prefill tiles for each of decode tiles, up to which both share the multiprocessors
+POSITIONS_AHEAD = 1 << 17  # most that planes of rotation are made for before a request stands there
 
 _devices: dict[int, Device] = {}
 _planes_on_device: dict[tuple, tuple[np.ndarray, Array, Array]] = {}
@@ -42,14 +44,49 @@ def current_device() -> Device:
     return found
 
 
-def tiling(levels: tuple[Level, ...], num_qo_heads: int) -> Tiling:
-    """Return how work is cut for this target: whole waves of resident blocks, one block a work item and KV head."""
+def lane() -> tuple[int, Any]:
+    """Return what plans that the library makes by itself are made for: the device and its current stream.
+
+    Their buffers are filled in the order of that stream; what is captured there fills them at a replay only.
+    """
+    device = current_device()
+    return device.number, object() if device.capturing() else device.stream()
+
+
+def tiling(levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None) -> Tiling:
+    """Return how work is cut for this target: a wave of resident blocks, one block a work item and KV head.
+
+    Levels of few rows run on the decode tile. So does a level of many rows, cut into tiles of few, where the tiles'
+    keys are soon read: a prefill tile takes eight times the rows, but its launch takes longer. That is decided by the
+    lengths alone, and only for cascades whose splits are not given.
+    """
     num_kv_heads = levels[0].kv.num_kv_heads
     group = num_qo_heads // num_kv_heads
-    longest = max(int(np.diff(np.asarray(level.qo_indptr)).max(initial=0)) for level in levels)
-    tokens = longest if longest * group <= DECODE_ROWS else max(1, PREFILL_ROWS // group)
-    blocks = current_device().multiprocessors * BLOCKS_PER_MULTIPROCESSOR
-    return Tiling(max(1, tokens), max(1, round(blocks / (num_kv_heads * ITEMS_PER_WORKER))))
+    few, many = DECODE_ROWS // group, max(1, PREFILL_ROWS // group)
+    multiprocessors = current_device().multiprocessors
+    shares = max(1, round(multiprocessors * BLOCKS_PER_MULTIPROCESSOR / num_kv_heads))
+    may_choose = len(levels) > 1 and split_size is None
+    tokens, few_keys, many_keys = [], 0, 0
+    for level in levels:
+        rows = np.diff(np.asarray(level.qo_indptr))
+        longest = int(rows.max(initial=0))
+        tile = max(1, min(few, longest))
+        keys = _keys_of_tiles(rows, level.kv.kv_lens, tile)
+        if longest > few and not (may_choose and few and keys <= MOST_DECODE_KEYS * shares):
+            tile = many
+            many_keys += _keys_of_tiles(rows, level.kv.kv_lens, tile)
+        else:
+            few_keys += keys
+        tokens.append(tile)
+    many_shares = shares
+    if many_keys <= few_keys * KEYS_BESIDE:
+        many_shares = max(1, round(multiprocessors / num_kv_heads))
+    return Tiling(tuple(tokens), shares, few, many_shares)
+
+
+def _keys_of_tiles(rows: np.ndarray, kv_lens: np.ndarray, tile: int) -> int:
+    """Return how many keys are read if each request's rows are cut into tiles of so many."""
+    return int((-(-rows // tile) * kv_lens).sum())
 
 
 class PlanOnDevice:
@@ -67,11 +104,19 @@ class PlanOnDevice:
         )
         if all(capacity.get(name, size) <= size for name, size in plan.work_list.sizes().items()):
             room = Room(pages=room.pages)  # nothing may grow: nothing is padded
-        tokens = max(plan.tiling.tokens, plan.work_list.max_tokens)
+        tokens = max(*plan.tiling.tokens, plan.work_list.max_tokens)
+        self.planes_in_graphs: list[tuple[int, Array, Array]] = []  # position of row 0, cosines, sines
         self.metadata = PlanMetadata(device, group_size=group, tokens=tokens, room=room, **_integers(plan, levels))
 
     def refill(self, plan: Plan, levels: tuple[Level, ...]) -> None:
         """Copy an updated plan into the same buffers."""
+        begin, end = _positions(plan, levels) if self.planes_in_graphs else (0, 0)
+        for origin, cos, _ in self.planes_in_graphs:
+            if not origin <= begin <= end <= origin + len(cos):
+                raise ContractError(
+                    f"Plan.update: a captured graph rotates positions {origin} to {origin + len(cos) - 1}, got {begin} "
+                    f"to {end - 1}. Make a new plan for them, with a larger max_kv_len (up to {POSITIONS_AHEAD})."
+                )
         self.metadata.update(**_integers(plan, levels))
 
 
@@ -86,6 +131,7 @@ def _integers(plan: Plan, levels: tuple[Level, ...]) -> dict[str, Any]:
         "merge_indptr": work_list.merge_indptr,
         "merge_slots": work_list.merge_slots,
         "num_states": work_list.num_states,
+        "max_tokens": work_list.max_tokens,
         "tables": [level.kv.kv_indices for level in levels],
     }
 
@@ -210,11 +256,10 @@ def _settings(device: Any, problem: Problem, planes: Any, origin: int) -> tuple[
 
 def _rope_planes(device: Any, problem: Problem, plan: Plan) -> tuple[int, tuple[Array, Array]]:
     """Return planes on the device that cover every position of a row or a key, and the position of their row 0."""
-    rows, places = plan.places.row_position, plan.places
-    begin, end = int(rows.min(initial=0)), int(rows.max(initial=0)) + 1
-    for start, level in zip(places.key_position, problem.levels, strict=True):
-        end = max(end, int(start.max(initial=0)) + int(level.kv.kv_lens.max(initial=0)))
-        begin = min(begin, int(start.min(initial=begin)))
+    begin, end = _positions(plan, problem.levels)
+    if plan.max_kv_len is not None:
+        start = int(plan.places.key_position[0].max(initial=0))
+        end = max(end, min(POSITIONS_AHEAD, start + plan.max_kv_len * len(problem.levels)))
     dim, rope = problem.levels[0].kv.head_dim_qk, problem.options.rope
     if rope is None:
         raise ValueError("rope: must be given, got None.")
@@ -223,7 +268,19 @@ def _rope_planes(device: Any, problem: Problem, plan: Plan) -> tuple[int, tuple[
     kept = _planes_on_device.get(key)
     if kept is None or kept[0] is not cos:
         kept = _planes_on_device[key] = cos, device.from_host(cos), device.from_host(sin)
+    if device.capturing():
+        plan.on_target.planes_in_graphs.append((origin, *kept[1:]))
     return origin, (kept[1], kept[2])
+
+
+def _positions(plan: Plan, levels: tuple[Level, ...]) -> tuple[int, int]:
+    """Return the interval of positions at which a row or a key stands, or 0."""
+    rows, places = plan.places.row_position, plan.places
+    begin, end = int(rows.min(initial=0)), int(rows.max(initial=0)) + 1
+    for start, level in zip(places.key_position, levels, strict=True):
+        end = max(end, int(start.max(initial=0)) + int(level.kv.kv_lens.max(initial=0)))
+        begin = min(begin, int(start.min(initial=begin)))
+    return begin, end
 
 
 def _prepare_query(

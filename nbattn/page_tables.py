@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -47,6 +47,8 @@ class PageTable:
     kv_lens : numpy.ndarray, shape [batch_size], int32
     page_size, num_pages : int
     form : TableForm
+    kept : list
+        Plans of calls that came without one, for the next layer's: see `nbattn.engine.kept_plans`.
     """
 
     kv_indptr: np.ndarray
@@ -55,6 +57,7 @@ class PageTable:
     page_size: int
     num_pages: int
     form: TableForm
+    kept: list[Any] = field(default_factory=list, init=False, repr=False)
 
     def over(self, num_pages: int) -> PageTable:
         """Return the same table over a cache of another number of pages, which ids on the host must not pass."""
@@ -95,10 +98,13 @@ def csr_table_of(
             f"{form.lens}: must have {indptr.size - 1} entries (one per request of {form.indptr}),"
             f" got {last_page_len.size}."
         )
-    raise_first(indptr_faults(indptr, kv_indices.shape[0], form))
-    pages = indptr[1:] - indptr[:-1]
-    lens = np.where(pages > 0, (pages - 1) * page_size + last_page_len, 0)  # no page: whatever last_page_len says
-    return _checked(indptr, kv_indices[: int(indptr[-1])], lens, page_size, num_pages, form)
+    pages, entries = indptr[1:] - indptr[:-1], kv_indices.shape[0]
+    if not _are_offsets(indptr, pages, entries):
+        raise_first(indptr_faults(indptr, entries, form))
+    lens = (pages - 1) * page_size + last_page_len
+    lens[pages == 0] = 0  # whatever last_page_len says
+    used = int(indptr[-1])
+    return _checked(indptr, kv_indices if used == entries else kv_indices[:used], lens, page_size, num_pages, form)
 
 
 def block_table(table: Array, kv_lens: Array, k: Array, form: TableForm = BLOCK_TABLE) -> PageTable:
@@ -144,11 +150,10 @@ def table_faults(
 ) -> Iterator[str]:
     """Yield a message per broken rule; ids on a device are not looked at."""
     indptr, lens = indptr.astype(np.int64, copy=False), lens.astype(np.int64, copy=False)
-    broken = list(indptr_faults(indptr, ids.shape[0], form))
-    yield from broken
-    if broken:  # nobody can say which entries belong to whom
-        return
     capacity = indptr[1:] - indptr[:-1]
+    if not _are_offsets(indptr, capacity, ids.shape[0]):  # nobody can say which entries belong to whom
+        yield from indptr_faults(indptr, ids.shape[0], form)
+        return
     yield from _length_faults(indptr, capacity, lens, page_size, form)
     if library_of(ids) != "numpy":
         return
@@ -157,6 +162,11 @@ def table_faults(
     elif ids.size and ids.max() >= num_pages:  # padding may hold anything: look closer
         used = np.clip(-(-lens // page_size), 0, capacity)
         yield from _id_faults(indptr, ids, used, page_size, num_pages, form)
+
+
+def _are_offsets(indptr: np.ndarray, counts: np.ndarray, entries: int) -> bool:
+    """Return whether `indptr_faults` has nothing to say of offsets and of their differences."""
+    return bool(indptr[0] == 0 and indptr[-1] <= entries and (counts.size == 0 or counts.min() >= 0))
 
 
 def indptr_faults(indptr: np.ndarray, entries: int, form: TableForm) -> Iterator[str]:

@@ -25,10 +25,33 @@ class PlanRules:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a target cuts: most query rows of one item, and how many items should run at once."""
+    """How a target cuts.
 
-    tokens: int
-    workers: int
+    Parameters
+    ----------
+    tokens : tuple of int
+        Most query rows of one item, for each level.
+    shares : int
+        How many items the work should make, see `build_work`.
+    few_tokens, many_shares : int
+        Rows up to which an item belongs to one kernel, and the shares of the others', see `build_work`.
+    cluster : int
+        Blocks that work on one item together (CUDA).
+    """
+
+    tokens: tuple[int, ...]
+    shares: int
+    few_tokens: int = 0
+    many_shares: int = 0
+    cluster: int = 1
+
+    @property
+    def cuts(self) -> dict[str, Any]:
+        """The arguments of `build_work` and `most_work`."""
+        return {
+            "tile_tokens": self.tokens, "shares": self.shares, "few_tokens": self.few_tokens,
+            "many_shares": self.many_shares,
+        }  # fmt: skip
 
 
 class Plan:
@@ -40,6 +63,8 @@ class Plan:
     places : Positions
     num_rows : int
         Query rows that the levels' offsets cover.
+    max_kv_len : int or None
+        Longest request that was planned for.
     on_target : object
         What the target made of the work list: its tasks or its device buffers.
     last_call : RememberedCall or None
@@ -61,6 +86,7 @@ class Plan:
                  max_num_pages: int | None = None):  # fmt: skip
         self.rules, self.tiling, self.num_rows = rules, tiling, num_rows
         self.capacity: dict[str, int] = {}
+        self.max_kv_len = max_kv_len
         self.on_target: Any = None
         self.last_call: RememberedCall | None = None
         self._fill(levels, kv_start, q_positions)
@@ -68,7 +94,7 @@ class Plan:
         if max_kv_len is not None:
             most = most_work(
                 self.lengths, max_kv_len, window_left=rules.window_left, split_size=rules.split_size,
-                tile_tokens=tiling.tokens, workers=tiling.workers,
+                **tiling.cuts,
             )  # fmt: skip
             most["page-table entries"] = max(-(-max_kv_len // x.kv.page_size) * x.kv.batch_size for x in levels)
             capacity.update({key: max(capacity[key], size) for key, size in most.items()})
@@ -89,7 +115,8 @@ class Plan:
         Raises
         ------
         ContractError
-            If the new work does not fit the plan's capacity (see ``max_kv_len`` of `nbattn.plan`).
+            If the new work does not fit the plan's capacity (see ``max_kv_len`` of `nbattn.plan`), or a captured graph
+            rotates q and keys and holds no angles for the new positions; the plan stays as it was.
         """
         from nbattn.engine import planned_levels
 
@@ -101,18 +128,27 @@ class Plan:
                 f"Plan.update: must keep {len(self.rules.causal)} level(s) and at most {self.num_rows} rows, "
                 f"got {len(levels)} and {num_rows}."
             )
-        before = self.lengths, self.places, self.work_list
+        before, call = (self.lengths, self.places, self.work_list), self.last_call
         self._fill(levels, start, positions)
+        try:
+            self._check_room(levels)
+            if self.on_target is not None:
+                self.on_target.refill(self, levels)
+        except ContractError:
+            self.lengths, self.places, self.work_list = before
+            raise
+        same_rows = all(np.array_equal(x.qo_indptr, y.qo_indptr) for x, y in zip(before[0], self.lengths, strict=True))
+        if call is not None and same_rows and start is None and positions is None:
+            self.last_call = call.after_update([level.kv.table for level in levels])
+
+    def _check_room(self, levels: tuple[Any, ...]) -> None:
         sizes = self._sizes(levels)
         over = [key for key in sizes if sizes[key] > self.capacity[key]]
         if over:
-            self.lengths, self.places, self.work_list = before
             raise ContractError(
                 f"Plan.update: needs {sizes[over[0]]} {over[0]}, the plan holds {self.capacity[over[0]]}. "
                 "Plan with a larger max_kv_len or max_num_pages."
             )
-        if self.on_target is not None:
-            self.on_target.refill(self, levels)
 
     def _sizes(self, levels: tuple[Any, ...]) -> dict[str, int]:
         entries = max(int(level.kv.kv_indptr[-1]) for level in levels)
@@ -133,7 +169,7 @@ class Plan:
     def _build(self, lengths: list[LevelLengths], places: Positions) -> WorkList:
         return build_work(
             lengths, places, window_left=self.rules.window_left, chunk_size=self.rules.chunk_size,
-            split_size=self.rules.split_size, tile_tokens=self.tiling.tokens, workers=self.tiling.workers,
+            split_size=self.rules.split_size, **self.tiling.cuts,
         )  # fmt: skip
 
     def check_call(self, rules: PlanRules, levels: tuple[Any, ...], num_rows: int) -> None:
@@ -147,8 +183,16 @@ class Plan:
         if num_rows < self.num_rows:
             raise ContractError(f"q: must have at least the plan's {self.num_rows} rows, got {num_rows}.")
         for i, (level, planned) in enumerate(zip(levels, self.lengths, strict=True)):
-            same = level.kv.kv_lens is planned.kv_lens or np.array_equal(level.kv.kv_lens, planned.kv_lens)
-            if not (same and np.array_equal(level.qo_indptr, planned.qo_indptr)):
+            if not _same_lengths(level, planned):
                 raise ContractError(
                     f"plan: must be made for this call's lengths and offsets, level {i} differs. Call plan.update(...)."
                 )
+
+    def is_for(self, levels: tuple[Any, ...]) -> bool:
+        """Return whether the plan was made for these lengths and offsets."""
+        return len(levels) == len(self.lengths) and all(map(_same_lengths, levels, self.lengths))
+
+
+def _same_lengths(level: Any, planned: LevelLengths) -> bool:
+    same = level.kv.kv_lens is planned.kv_lens or np.array_equal(level.kv.kv_lens, planned.kv_lens)
+    return same and np.array_equal(level.qo_indptr, planned.qo_indptr)

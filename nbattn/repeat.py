@@ -11,6 +11,7 @@ be compared by a copy to the host.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import is_
@@ -20,9 +21,10 @@ import numpy as np
 
 from nbattn.arrays import Array, Form, form_of, has_form, library_of
 from nbattn.kv_cache import PagedKV
-from nbattn.problem import Level, PlainOptions, Problem
+from nbattn.problem import ArrayOptions, Level, PlainOptions, Problem
 
 if TYPE_CHECKING:
+    from nbattn.page_tables import PageTable
     from nbattn.planning import Plan
 
 PLAIN_VALUES = (type(None), bool, int, float, str, type, np.dtype)
@@ -32,6 +34,7 @@ class Launch(Protocol):
     """A target's side of a checked call: everything is settled but where its arrays lie."""
 
     address: Callable[[Array], int]
+    follows_plan: bool  # lengths and page ids are read where `Plan.update` writes them
 
     def __call__(self, addresses: tuple[int, ...], options: tuple[int, ...] = ()) -> bool:
         """Run on the arrays at `addresses`: q, out, lse (0 if none), then K and V of every level.
@@ -45,7 +48,7 @@ class Launch(Protocol):
 class LevelForm(NamedTuple):
     """What must be equal of a level: the table itself, forms of K and V, and what `_offsets` returns."""
 
-    table: Any
+    table: weakref.ref[PageTable]  # the table may keep the call
     pages: tuple[Form, Form]
     causal: bool
     offsets: Any
@@ -75,12 +78,26 @@ class RememberedCall:
             if type(level) is not Level or type(level.kv) is not PagedKV:
                 return None
             kv = level.kv
-            if kv.table is not table or kv.forms != forms or bool(level.causal) is not causal:
+            if kv.table is not table() or kv.forms != forms or bool(level.causal) is not causal:
                 return None
             if _offsets(level.qo_indptr) != offsets:
                 return None
             pages += (address(kv.k), address(kv.v))
         return self.over(pages, q, arrays, out, lse)
+
+    def after_update(self, tables: list[Any]) -> RememberedCall | None:
+        """Return the call over the tables for which its plan was refilled, the rows being the same.
+
+        None where more than lengths and page ids was settled: by the target, or for a mask, which has a size.
+        """
+        if not self.launch.follows_plan or self.arrays[_ATTN_MASK] is not None:
+            return None
+        levels = tuple(
+            level._replace(table=weakref.ref(table)) for level, table in zip(self.levels, tables, strict=True)
+        )
+        return RememberedCall(
+            self.plain, self.arrays, levels, self.query, self.results, self.shapes, self.covered, self.launch
+        )
 
     def over(self, pages: list[int], q: Array, arrays: tuple[Any, ...], out: Any, lse: Any) -> Any:
         """Run over K and V at `pages`, which have the forms of the call's, if the other arrays have theirs too."""
@@ -107,6 +124,7 @@ class RememberedCall:
 
 
 _RETURN_LSE = PlainOptions._fields.index("return_lse")
+_ATTN_MASK = ArrayOptions._fields.index("attn_mask")
 
 
 def remember(
@@ -118,7 +136,7 @@ def remember(
     if launch is None or "device" in offsets or not all(isinstance(x, PLAIN_VALUES) for x in plain):
         return None
     forms = tuple(
-        LevelForm(level.kv.table, level.kv.forms, bool(level.causal), own)
+        LevelForm(weakref.ref(level.kv.table), level.kv.forms, bool(level.causal), own)
         for level, own in zip(levels, offsets, strict=True)
     )
     out, lse = (None if x is None else form_of(x) for x in results)

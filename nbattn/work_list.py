@@ -7,7 +7,9 @@ partial states that are merged once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ GATHER_COLUMNS = 6
 
 KEY_ALIGNMENT = 16  # a range trimmed by a window starts at a whole block of keys, so values do not depend on the tile
 SMALLEST_SPLIT = 64  # keys; below it a state costs more than it saves
-SPLITS_PER_WORKER = 4  # work items a worker should find when the split size is automatic
+SHARES_PER_THREAD = 4  # that a CPU thread should find when the split size is automatic
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,14 @@ class LevelLengths:
     qo_indptr: np.ndarray
     causal: bool
 
+    @cached_property
+    def rows(self) -> tuple[slice, np.ndarray | None]:
+        """Which rows the level reaches, and how many each request has; None for one each."""
+        first, last = int(self.qo_indptr[0]), int(self.qo_indptr[-1])
+        counts = self.qo_indptr[1:] - self.qo_indptr[:-1]
+        single = last - first == len(counts) and counts.max(initial=1) == 1
+        return slice(first, last), None if single else counts
+
 
 @dataclass(frozen=True)
 class Positions:
@@ -60,6 +70,8 @@ class Positions:
         Per level: absolute position of its key 0, for each row.
     covered : bool array, shape [total_rows]
         Rows that some level reaches.
+    all_last : bool
+        Whether every row stands where its last key does: causality hides none.
     """
 
     row_position: np.ndarray
@@ -68,6 +80,7 @@ class Positions:
     key_base: list[np.ndarray]
     key_position: list[np.ndarray]
     covered: np.ndarray
+    all_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,11 +105,14 @@ class WorkList:
 
 def place_rows(levels: list[LevelLengths], total_rows: int, kv_start: Any = None, q_positions: Any = None) -> Positions:
     """Return where every row and every level's key 0 stand."""
+    reached, counts = levels[0].rows
+    if len(levels) == 1 and counts is None and reached == slice(0, total_rows):
+        return _place_decode_rows(levels[0], total_rows, kv_start, q_positions)
     covered = np.zeros(total_rows, bool)
     keys_above = np.zeros(total_rows, np.int64)
     key_base = []
     for level in levels:
-        reached, counts = _rows_of(level)
+        reached, counts = level.rows
         key_base.append(keys_above)
         keys_above = keys_above.copy()
         keys_above[reached] += _spread(level.kv_lens, counts)
@@ -120,12 +136,14 @@ def place_rows(levels: list[LevelLengths], total_rows: int, kv_start: Any = None
     )
 
 
-def _rows_of(level: LevelLengths) -> tuple[slice, np.ndarray | None]:
-    """Return which rows a level reaches, and how many each request has; None for one each."""
-    first, last = int(level.qo_indptr[0]), int(level.qo_indptr[-1])
-    counts = level.qo_indptr[1:] - level.qo_indptr[:-1]
-    single = last - first == len(counts) and counts.max(initial=1) == 1
-    return slice(first, last), None if single else counts
+def _place_decode_rows(level: LevelLengths, total_rows: int, kv_start: Any, q_positions: Any) -> Positions:
+    """Return `place_rows` of one row for each request of one level."""
+    nothing = np.zeros(total_rows, np.int64)
+    start = nothing if kv_start is None else np.asarray(kv_start, np.int64)
+    position = start + level.kv_lens - 1 if q_positions is None else np.asarray(q_positions, np.int64)
+    index, request = np.zeros(total_rows, np.int32), np.arange(total_rows, dtype=np.int32)
+    covered = np.ones(total_rows, bool)
+    return Positions(position.astype(np.int32), request, index, [nothing], [start], covered, q_positions is None)
 
 
 def _spread(values: np.ndarray, counts: np.ndarray | None) -> np.ndarray:
@@ -140,9 +158,10 @@ def build_work(
     window_left: int = -1,
     chunk_size: int = 0,
     split_size: int | None = None,
-    tile_tokens: int = 1,
-    workers: int = 1,
-    trim: bool = True,
+    tile_tokens: Sequence[int],
+    shares: int = 1,
+    few_tokens: int = 0,
+    many_shares: int = 0,
 ) -> WorkList:
     """Cut every level's rows into tiles and their keys into splits.
 
@@ -153,22 +172,25 @@ def build_work(
     window_left, chunk_size : int
         The positional rules; keys that no row of a tile sees are not visited.
     split_size : int, optional
-        Keys of one split, counted from the level's first key; None balances the work over `workers`.
-    tile_tokens : int
-        Most query rows of one item.
-    workers : int
-        How many tasks run at once.
-    trim : bool
-        False where row positions are unknown on the host: all keys are visited.
+        Keys of one split, counted from the level's first key; None cuts so that items are much alike.
+    tile_tokens : sequence of int
+        Most query rows of one item, for each level.
+    shares : int
+        How many items of equal cost the work would make; an item of more than one share is cut. An item costs its keys
+        times its rows.
+    few_tokens, many_shares : int
+        If not 0, items of up to `few_tokens` rows belong to one kernel and larger ones to another, whose work is to
+        make `many_shares`. Each takes a tile of rows as fast as one row: an item costs its keys.
     """
-    runs = [_runs_of_level(i, level, places, tile_tokens) for i, level in enumerate(levels)]
+    runs = [_runs_of_level(i, level, places, tile_tokens[i]) for i, level in enumerate(levels)]
     items = runs[0] if len(runs) == 1 else np.concatenate(runs, axis=1)
-    if trim:
+    if window_left >= 0 or chunk_size > 0 or not places.all_last:
         _trim(items, places.row_position, window_left, chunk_size)
-    items = _only(items, items[KEY_END] > items[KEY_BEGIN])
-    items = _split(items, split_size, workers)
+    whole = _only(items, items[KEY_END] > items[KEY_BEGIN])
+    items = _split(whole, split_size, shares, few_tokens, many_shares)
     tokens = items[ROW_END] - items[ROW_BEGIN]
-    merges = _assign_states(items, places.covered)
+    is_direct = items is whole and len(levels) == 1 and int(tokens.sum()) == len(places.covered)
+    merges = _without_states(items, np.zeros(0, np.int32)) if is_direct else _assign_states(items, places.covered)
     cost = (items[KEY_END] - items[KEY_BEGIN]) * tokens
     work = items.T.astype(np.int32, order="C")
     if (cost[1:] > cost[:-1]).any():
@@ -182,8 +204,10 @@ def most_work(
     *,
     window_left: int = -1,
     split_size: int | None = None,
-    tile_tokens: int = 1,
-    workers: int = 1,
+    tile_tokens: Sequence[int],
+    shares: int = 1,
+    few_tokens: int = 0,
+    many_shares: int = 0,
 ) -> dict[str, int]:
     """Return upper bounds of `WorkList.sizes` over all lengths up to `longest` with the levels' offsets.
 
@@ -192,15 +216,15 @@ def most_work(
     """
     cuts = np.unique(np.concatenate([level.qo_indptr for level in levels]))
     items = states = 0
-    for level in levels:
+    for level, most_tokens in zip(levels, tile_tokens, strict=True):
         rows = np.diff(cuts[(cuts >= level.qo_indptr[0]) & (cuts <= level.qo_indptr[-1])])
-        tiles = int((-(-rows // tile_tokens)).sum())
-        tokens = min(tile_tokens, int(rows.max(initial=0)))  # of the largest tile
+        tiles = int((-(-rows // most_tokens)).sum())
+        tokens = min(most_tokens, int(rows.max(initial=0)))  # of the largest tile
         span = longest
         if level.causal and window_left >= 0:
             span = min(longest, window_left + tokens + KEY_ALIGNMENT)
         if split_size is None:
-            more = min(workers * SPLITS_PER_WORKER, tiles * max(0, longest // SMALLEST_SPLIT - 1))
+            more = min(shares + many_shares, tiles * max(0, longest // SMALLEST_SPLIT - 1))
         else:
             more = tiles * ((span - 1) // split_size + 1 if span else 0)
         items += tiles + more
@@ -211,10 +235,11 @@ def most_work(
 
 def _runs_of_level(number: int, level: LevelLengths, places: Positions, tile_tokens: int) -> np.ndarray:
     """Return one item per tile of rows that share their request and the position of its key 0: [columns, items]."""
-    reached, counts = _rows_of(level)
+    reached, counts = level.rows
     first, last = reached.start, reached.stop
     if counts is None and number == 0:  # decode: one row, one tile
-        begin, end, request = level.qo_indptr[:-1], level.qo_indptr[1:], slice(None)
+        begin, end = level.qo_indptr[:-1], level.qo_indptr[1:]
+        request, row = slice(None), reached
     else:
         counts = level.qo_indptr[1:] - level.qo_indptr[:-1]
         request_of_row = np.repeat(np.arange(len(counts)), counts)
@@ -227,12 +252,13 @@ def _runs_of_level(number: int, level: LevelLengths, places: Positions, tile_tok
         begin, end = begin[run] + ordinal * tile_tokens, np.minimum(begin[run] + (ordinal + 1) * tile_tokens, end[run])
         request = request_of_row[begin]
         begin, end = begin + first, end + first
+        row = begin
     items = np.zeros((WORK_COLUMNS, len(begin)), np.int64)
     items[LEVEL], items[ROW_BEGIN], items[ROW_END], items[CAUSAL] = number, begin, end, level.causal
     items[KV_LEN] = items[KEY_END] = level.kv_lens[request]
     items[PAGE_BEGIN] = level.page_begin[request]
-    items[KEY_POSITION] = places.key_position[number][begin]
-    items[KEY_BASE] = places.key_base[number][begin]
+    items[KEY_POSITION] = places.key_position[number][row]
+    items[KEY_BASE] = places.key_base[number][row]
     return items
 
 
@@ -284,16 +310,24 @@ def _visible_keys(
     return first, np.maximum(first, end)
 
 
-def _split(items: np.ndarray, split_size: int | None, workers: int) -> np.ndarray:
+def _split(
+    items: np.ndarray, split_size: int | None, shares: int, few_tokens: int = 0, many_shares: int = 0
+) -> np.ndarray:
     """Cut the items' key ranges at multiples of the split size."""
     begins, ends = items[KEY_BEGIN], items[KEY_END]
     if split_size is None:
-        lengths = ends - begins
-        cost = lengths * (items[ROW_END] - items[ROW_BEGIN])
-        target = int(cost.sum()) / max(1, workers * SPLITS_PER_WORKER)
-        if cost.max(initial=0) / max(target, 1.0) - 0.25 <= 1:  # a little more than one share stays whole
-            return items
-        pieces = np.ceil(cost / max(target, 1.0) - 0.25).astype(np.int64)
+        cost = lengths = ends - begins
+        tokens = items[ROW_END] - items[ROW_BEGIN]
+        few = tokens <= few_tokens
+        if few_tokens and not few.all():
+            share = np.where(few, lengths[few].sum() / shares, lengths[~few].sum() / max(1, many_shares))
+            share = np.maximum(share, 1.0)
+        else:
+            cost = lengths if few_tokens else lengths * tokens
+            share = max(int(cost.sum()) / max(1, shares), 1.0)
+            if cost.max(initial=0) / share - 0.25 <= 1:  # a little more than one share stays whole
+                return items
+        pieces = np.ceil(cost / share - 0.25).astype(np.int64)
         pieces = np.minimum(pieces, lengths // SMALLEST_SPLIT)
         if pieces.max() <= 1:
             return items
@@ -319,8 +353,7 @@ def _assign_states(items: np.ndarray, covered: np.ndarray) -> tuple[np.ndarray, 
     contributions = np.cumsum(edges[:-1])
     empty = np.flatnonzero(covered & (contributions == 0))
     if contributions.max(initial=0) <= 1:
-        items[STATE] = -1
-        return empty.astype(np.int32), np.zeros(len(empty) + 1, np.int32), np.zeros(0, np.int32), 0
+        return _without_states(items, empty.astype(np.int32))
     shared_rows = np.concatenate([[0], np.cumsum(contributions > 1)])
     shared = shared_rows[ends] > shared_rows[begins]
     tokens = np.where(shared, ends - begins, 0)
@@ -335,6 +368,12 @@ def _assign_states(items: np.ndarray, covered: np.ndarray) -> tuple[np.ndarray, 
     np.cumsum(counts[rows], out=merge_indptr[1 : len(rows) + 1])
     merge_indptr[len(rows) + 1 :] = len(row)
     return merge_rows, merge_indptr, np.argsort(row, kind="stable").astype(np.int32), len(row)
+
+
+def _without_states(items: np.ndarray, empty: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Let items write their rows; the `empty` rows, which none reaches, are merges of nothing."""
+    items[STATE] = -1
+    return empty, np.zeros(len(empty) + 1, np.int32), np.zeros(0, np.int32), 0
 
 
 def build_gather_work(
@@ -364,7 +403,7 @@ def build_gather_work(
     items = np.zeros((WORK_COLUMNS, last - first), np.int64)
     items[ROW_BEGIN], items[ROW_END], items[KEY_END] = rows, rows + 1, counts[first:last]
     items[PAGE_BEGIN], items[KV_LEN] = page_begin[request], kv_lens[request]
-    items = _split(_only(items, items[KEY_END] > 0), split_size, workers)
+    items = _split(_only(items, items[KEY_END] > 0), split_size, workers * SHARES_PER_THREAD)
     covered = np.zeros(total_rows, bool)
     covered[first:last] = True
     merges = _assign_states(items, covered)

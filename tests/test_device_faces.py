@@ -55,8 +55,11 @@ class DeviceArray:
 class Target(SimpleNamespace):
     """A target that keeps what it is given."""
 
-    def tiling(self, levels, num_qo_heads):
-        return Tiling(1, 1)
+    def tiling(self, levels, num_qo_heads, split_size):
+        return Tiling((1,) * len(levels), 1)
+
+    def lane(self):
+        return 0
 
     def run_paged(self, problem, plan):
         self.problem, self.plan = problem, plan

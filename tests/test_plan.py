@@ -53,10 +53,16 @@ options_of = st.fixed_dictionaries(
         "window_left": st.sampled_from([-1, 0, 3, 40]),
         "chunk_size": st.sampled_from([0, 0, 1, 7, 32]),
         "split_size": st.sampled_from([None, 1, 5, 64]),
-        "tile_tokens": st.sampled_from([1, 2, 7, 64]),
-        "workers": st.sampled_from([1, 3, 40]),
+        "tile_tokens": st.tuples(*[st.sampled_from([1, 2, 7, 64])] * 3),
+        "shares": st.sampled_from([1, 3, 40]),
+        "few_tokens": st.sampled_from([0, 1, 4]),
+        "many_shares": st.sampled_from([1, 3, 20]),
     }
 )
+
+
+def of_levels(options, levels):
+    return {**options, "tile_tokens": options["tile_tokens"][: len(levels)]}
 
 
 @st.composite
@@ -77,11 +83,12 @@ def cascades(draw):
 def test_every_key_that_a_row_sees_is_visited_once(cascade, options):
     levels, rows = cascade
     places = place_rows(levels, rows)
+    options = of_levels(options, levels)
     work_list = build_work(levels, places, **options)
     visits = [np.zeros((rows, 90), int) for _ in levels]
     for item in work_list.work:
         assert item[KEY_BEGIN] < item[KEY_END]
-        assert item[ROW_END] - item[ROW_BEGIN] <= options["tile_tokens"]
+        assert item[ROW_END] - item[ROW_BEGIN] <= options["tile_tokens"][item[LEVEL]]
         visits[item[LEVEL]][item[ROW_BEGIN] : item[ROW_END], item[KEY_BEGIN] : item[KEY_END]] += 1
     window, chunk = options["window_left"], options["chunk_size"]
     for number, level in enumerate(levels):
@@ -106,6 +113,7 @@ def test_every_key_that_a_row_sees_is_visited_once(cascade, options):
 def test_states_are_written_once_and_merged_once(cascade, options):
     levels, rows = cascade
     places = place_rows(levels, rows)
+    options = of_levels(options, levels)
     work_list = build_work(levels, places, **options)
     written = np.zeros(work_list.num_states, int)
     owner = np.full(work_list.num_states, -1)
@@ -142,7 +150,8 @@ def test_a_plan_has_room_for_all_lengths_up_to_its_longest(cascade, options, dat
 
     causal = tuple(level.causal for level in levels)
     rules = PlanRules(1, causal, options["window_left"], options["chunk_size"], options["split_size"])
-    tiling = Tiling(options["tile_tokens"], options["workers"])
+    options = of_levels(options, levels)
+    tiling = Tiling(options["tile_tokens"], options["shares"], options["few_tokens"], options["many_shares"])
     plan = Plan(bound([np.zeros_like(level.kv_lens) for level in levels]), rows, rules, tiling, max_kv_len=90)
     for _ in range(3):
         plan.update(list(bound([np.array([data.draw(lens_of) for _ in level.kv_lens]) for level in levels])))

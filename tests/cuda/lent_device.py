@@ -15,7 +15,7 @@ class LentDevice:
     """Stands in for `nbattn.cuda_kernels.device.Device`; kernels may touch the arrays it has met and no others."""
 
     def __init__(self) -> None:
-        self.multiprocessors = 1
+        self.number, self.multiprocessors = 0, 1
         self.compute_capability = (8, 0)
         self.arrays: dict[int, np.ndarray] = {}
         self.launched: list[tuple[str, dict]] = []

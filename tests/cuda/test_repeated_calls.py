@@ -10,6 +10,7 @@ from small_problems import numbers, poisoned_cache
 
 import nbattn
 from nbattn import ContractError, oracle, testing
+from nbattn.cuda_kernels import target
 
 HEADS, DIM = 4, 64
 LENGTHS = [20, 9]
@@ -93,6 +94,29 @@ def test_other_forms_go_through_the_contract(problem, lent):
         nbattn.paged_attention(half, kv, plan=plan, out=out)
 
 
+def test_a_graph_that_rotates_is_replayed_where_it_holds_angles(lent, monkeypatch):
+    rng = np.random.default_rng(4)
+    k, v = rng.standard_normal((2, 1, 300, 1, 8)).astype(np.float32)
+    q = rng.standard_normal((1, 1, 8)).astype(np.float32)
+    short, long = (nbattn.PagedKV.from_slots(k, v, np.array([n], np.int32)) for n in (5, 300))
+    monkeypatch.setattr(lent, "capturing", lambda: True)
+    monkeypatch.setattr(target, "POSITIONS_AHEAD", 512)
+    ahead, rope = nbattn.plan(short, num_qo_heads=1, max_kv_len=300), nbattn.Rope(7e3)
+    agrees(nbattn.paged_attention(q, short, plan=ahead, rope=rope, return_lse=True), q, short, rope=oracle.Rope(7e3))
+    _, cos, _ = ahead.on_target.planes_in_graphs[0]
+    ahead.update(long)
+    agrees(nbattn.paged_attention(q, long, plan=ahead, rope=rope, return_lse=True), q, long, rope=oracle.Rope(7e3))
+    assert ahead.on_target.planes_in_graphs[1][1] is cos  # what a replay reads
+    monkeypatch.setattr(target, "POSITIONS_AHEAD", 8)
+    plan, rope = nbattn.plan(short, num_qo_heads=1, max_kv_len=300), nbattn.Rope(8e3)
+    first = nbattn.paged_attention(q, short, plan=plan, rope=rope)
+    with pytest.raises(
+        ContractError, match=r"^Plan.update: a captured graph rotates positions 0 to 255, got 0 to 299\."
+    ):
+        plan.update(long)
+    np.testing.assert_array_equal(nbattn.paged_attention(q, short, plan=plan, rope=rope), first)
+
+
 REFUSED = [
     ({"qo_indptr": np.array([0, 2, 2], np.int32)}, "plan: must be made for this call's lengths and offsets"),
     ({"causal": False}, "causal: must be the plan's"),
@@ -159,6 +183,42 @@ def test_threads_and_streams_share_a_plan(problem, lent, monkeypatch):
     for q, result in zip(queries, results, strict=True):
         np.testing.assert_array_equal(result, nbattn.paged_attention(q, kv, split_size=16))
     assert len(plan.last_call.launch._states) == 2
+
+
+def paged(rng, pool, lengths):
+    ids = rng.permutation(len(pool))[: 2 * 4].reshape(2, 4).astype(np.int32)
+    return nbattn.PagedKV.from_block_table(pool[:, 0], pool[:, 1], ids, np.array(lengths, np.int32))
+
+
+def test_a_call_outlives_an_update_of_lengths_and_pages(lent):
+    rng = np.random.default_rng(8)
+    pool = numbers(rng, (9, 2, 16, 2, DIM), "bfloat16")
+    q, first = numbers(rng, (2, HEADS, DIM), "bfloat16"), paged(rng, pool, [20, 9])
+    plan = nbattn.plan(first, num_qo_heads=HEADS, max_kv_len=64, split_size=16)
+    nbattn.paged_attention(q, first, plan=plan, return_lse=True)
+    launch = plan.last_call.launch
+    for lengths in ([64, 3], [0, 33]):
+        kv = paged(rng, pool, lengths)
+        plan.update(kv)
+        agrees(nbattn.paged_attention(q, kv, plan=plan, return_lse=True), q, kv)
+        assert plan.last_call.launch is launch
+    with pytest.raises(ContractError, match="plan: must be made for this call's lengths"):
+        nbattn.paged_attention(q, paged(rng, pool, [1, 1]), plan=plan)
+
+
+@pytest.mark.parametrize("change", ["rows", "mask", "positions", "table"])
+def test_a_call_does_not_outlive_other_updates(lent, change):
+    rng = np.random.default_rng(9)
+    pool = numbers(rng, (9, 2, 16, 2, DIM), "bfloat16")
+    q, first, second = numbers(rng, (3, HEADS, DIM), "bfloat16"), paged(rng, pool, [20, 9]), paged(rng, pool, [21, 40])
+    mask = {"attn_mask": np.ones((1, 40), bool)} if change == "mask" else {}
+    plan = nbattn.plan(first, np.array([0, 1, 3]), num_qo_heads=HEADS, max_kv_len=64)
+    for called in (first, paged(rng, pool, [20, 9]) if change == "table" else first):
+        nbattn.paged_attention(q, called, np.array([0, 1, 3]), plan=plan, **mask)
+    assert plan.last_call is not None
+    offsets = np.array([0, 2, 3] if change == "rows" else [0, 1, 3])
+    plan.update(second, offsets, kv_start=np.array([1, 2]) if change == "positions" else None)
+    assert plan.last_call is None
 
 
 def cascade(rng, q_rows=3):
