@@ -10,6 +10,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 import nbattn.cpu_ref.primitives  # noqa: F401  (gives page_and_slot its CPU division)
+from nbattn.cpu_ref.addresses import address_of
 from nbattn.cpu_ref.compiling import kernel
 from nbattn.indexing import page_and_slot
 
@@ -24,7 +25,7 @@ def append_kv(
     batch_indices, positions = batch_indices.astype(np.int64), positions.astype(np.int64)  # one compiled kernel
     for rows, pages in ((append_key, kv.k), (append_value, kv.v)):
         _append(
-            rows.ctypes.data, rows.strides[:2], pages.ctypes.data, pages.strides[:3],
+            address_of(rows), rows.strides[:2], address_of(pages), pages.strides[:3],
             kv.num_kv_heads, rows.shape[2] * rows.itemsize,
             batch_indices, positions, kv.kv_indices, kv.kv_indptr, kv.page_size,
         )  # fmt: skip

@@ -21,8 +21,8 @@ def prepare_worker(
 ):
     """Prepare rows until no task is left; a task is `ROWS_PER_TASK` rows of ``prepared [rows, heads, dim]``.
 
-    A row whose position lies outside the planes becomes NaN, unless it stands before the first key (negative
-    position): such a row keeps nothing and is only copied.
+    A row whose position lies outside the planes becomes NaN; one that stands before the first key does not show it,
+    since it keeps nothing.
     """
     dim = queries.dim
     half = cos.shape[1]
@@ -42,7 +42,7 @@ def prepare_worker(
                     for d in range(dim):
                         x[d] = x[d] * x.dtype.type(factor) * gain[d]
                 place = np.int64(positions[row]) - origin
-                if half > 0 and (place >= 0 or positions[row] >= 0):
+                if half > 0:
                     if place < 0 or place >= cos.shape[0]:
                         x[:] = math.nan
                     else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from nbattn.arrays import dtype_name
 from nbattn.cpu_ref import workers
+from nbattn.cpu_ref.addresses import address_of
 from nbattn.cpu_ref.gather_attention import gather_worker
 from nbattn.cpu_ref.merge_states import ROWS_PER_TASK, SOURCE_COLUMNS, merge_worker
 from nbattn.cpu_ref.number_formats import DTYPE_CODE
@@ -41,6 +43,11 @@ def tiling(
     return Tiling((max(1, tokens),) * len(levels), get_num_threads() * SHARES_PER_THREAD)
 
 
+def lane() -> int:
+    """Return what plans that the library makes by itself are made for: the number of threads."""
+    return get_num_threads()
+
+
 class TaskList:
     """A plan's work items as tasks of the worker team: each with all KV heads if its rows are few, else with one.
 
@@ -55,29 +62,32 @@ class TaskList:
     """
 
     def __init__(self, plan: Plan, problem: Problem):
-        self.kv, self.num_qo_heads = problem.levels[0].kv, problem.num_qo_heads
+        kv = problem.levels[0].kv
+        self.num_qo_heads, self.num_kv_heads = problem.num_qo_heads, kv.num_kv_heads
+        self.dims = kv.head_dim_qk + kv.head_dim_vo
         self.refill(plan, problem.levels)
 
     def refill(self, plan: Plan, levels: tuple[Level, ...]) -> None:
         """Take over a plan's new work list."""
-        num_kv_heads, work = self.kv.num_kv_heads, plan.work_list.work
-        tokens = work[:, ROW_END].astype(np.int64) - work[:, ROW_BEGIN]
-        group = self.num_qo_heads // num_kv_heads
+        num_kv_heads, work = self.num_kv_heads, plan.work_list.work
+        group, max_tokens = self.num_qo_heads // num_kv_heads, plan.work_list.max_tokens
+        tokens = 1 if max_tokens == 1 else work[:, ROW_END].astype(np.int64) - work[:, ROW_BEGIN]
         self.tasks = np.zeros((len(work), 3), np.int32)
         self.tasks[:, 0], self.tasks[:, 2] = np.arange(len(work)), num_kv_heads
-        self.max_rows, self.max_heads = plan.work_list.max_tokens * group * num_kv_heads, num_kv_heads
-        if plan.work_list.max_tokens * group > FEW_ROWS:
-            rows = tokens * group
+        self.max_rows, self.max_heads = max_tokens * group * num_kv_heads, num_kv_heads
+        if max_tokens * group > FEW_ROWS:
+            rows = np.broadcast_to(tokens * group, len(work))
             heads = np.where(rows <= FEW_ROWS, num_kv_heads, 1)
             self.max_rows, self.max_heads = int((rows * heads).max(initial=0)), int(heads.max(initial=1))
             per_item = num_kv_heads // heads
             item = np.repeat(np.arange(len(work)), per_item)
             first = np.arange(len(item)) - np.repeat(np.cumsum(per_item) - per_item, per_item)
             self.tasks = np.column_stack([item, first, heads[item]]).astype(np.int32)
-        keys = work[:, KEY_END].astype(np.int64) - work[:, KEY_BEGIN]
-        dims = self.kv.head_dim_qk + self.kv.head_dim_vo
-        self.numbers = int(keys.sum()) * num_kv_heads * dims
-        self.dots = int((keys * tokens).sum()) * self.num_qo_heads * dims
+        keys = work[:, KEY_END] - work[:, KEY_BEGIN]
+        num_keys = int(keys.sum(dtype=np.int64))
+        self.numbers = num_keys * num_kv_heads * self.dims
+        pairs = num_keys if max_tokens == 1 else int((keys * tokens).sum())
+        self.dots = pairs * self.num_qo_heads * self.dims
 
 
 class PagedCall:
@@ -99,28 +109,31 @@ class PagedCall:
         self.output: tuple[Any, ...] = _output(problem)[1:]
         self.head_dim_vo = kv.head_dim_vo
         self.levels = np.array([_level_row(level.kv) for level in problem.levels], np.int64)
+        self.entry: Any = None  # the kernel's compiled code
+        self.no_states = None if plan.work_list.num_states else _states(plan.work_list, 0, 0, number)
 
-    @staticmethod
-    def address(x: np.ndarray) -> int:
-        """Return where an array lies."""
-        return x.ctypes.data
+    address = staticmethod(address_of)
 
     def __call__(self, addresses: tuple[int, ...], options: tuple[int, ...] = ()) -> bool:
         """Run on arrays of the shapes, strides and dtypes it was made for: see `nbattn.repeat.Launch`."""
         q, out, lse, *pages = addresses
-        states = _states(self.work_list, self.num_qo_heads, self.head_dim_vo, self.number)
-        code, stride, head_stride, dim, group, _, *rest = self.output
-        output = Output(out, code, stride, head_stride, dim, group, lse, *rest)
-        levels = self.levels.copy()
-        levels[:, K_ADDRESS], levels[:, V_ADDRESS] = pages[::2], pages[1::2]
+        states = self.no_states or _states(self.work_list, self.num_qo_heads, self.head_dim_vo, self.number)
+        output = Output(out, *self.output[:5], lse, *self.output[6:])
+        levels = self.levels.copy()  # other threads may be in this call too
+        for level, address in enumerate(pages[::2]):
+            levels[level, K_ADDRESS] = address
+        for level, address in enumerate(pages[1::2]):
+            levels[level, V_ADDRESS] = address
         kind, rule_tag, number_kind = self.tags
         tasks = self.tasks
         if len(tasks.tasks):
-            workers.run(
-                paged_worker, self.tags, len(tasks.tasks), _threads(self.bytes_read, tasks.dots), kind, rule_tag,
-                np.zeros(2, np.int64), number_kind, tasks.tasks, self.work_list.work,
+            arguments = (
+                kind, rule_tag, np.zeros(2, np.int64), number_kind, tasks.tasks, self.work_list.work,
                 levels, tasks.max_rows, tasks.max_heads, Queries(q, *self.queries), output, states, self.rules,
             )  # fmt: skip
+            if self.entry is None:
+                self.entry = workers.entry_of(paged_worker, self.tags, arguments)
+            workers.run_entry(self.entry, len(tasks.tasks), _threads(self.bytes_read, tasks.dots), arguments)
         _merge_splits(self.work_list, output, states)
         return True
 
@@ -132,8 +145,8 @@ def run_paged(problem: Problem, plan: Plan) -> PagedCall | None:
     """
     q, scale = _prepared_query(problem, plan)
     call = PagedCall(problem, plan, q, scale)
-    pages = [x.ctypes.data for level in problem.levels for x in (level.kv.k, level.kv.v)]
-    call((q.ctypes.data, problem.out.ctypes.data, 0 if problem.lse is None else problem.lse.ctypes.data, *pages))
+    pages = [address_of(x) for level in problem.levels for x in (level.kv.k, level.kv.v)]
+    call((address_of(q), address_of(problem.out), 0 if problem.lse is None else address_of(problem.lse), *pages))
     copied = q is not problem.q or any(isinstance(x, np.ndarray) for x in problem.options.arrays)
     return None if copied else call
 
@@ -177,11 +190,11 @@ def run_merge(
     number = np.dtype(np.float64 if v.dtype == np.float64 else np.float32)
     table = np.zeros((len(sources), SOURCE_COLUMNS), np.int64)
     for row, (v_x, s_x) in zip(table, sources, strict=True):
-        row[:] = v_x.ctypes.data, *v_x.strides[:2], s_x.ctypes.data, *s_x.strides
+        row[:] = address_of(v_x), *v_x.strides[:2], address_of(s_x), *s_x.strides
     nothing = np.zeros(0, np.int32)
     output = Output(
-        v.ctypes.data, DTYPE_CODE[dtype_name(v)], *v.strides[:2], v.shape[2], 1,
-        s.ctypes.data, DTYPE_CODE[dtype_name(s)], *s.strides, 1.0 if lse_base == "2" else LN2,
+        address_of(v), DTYPE_CODE[dtype_name(v)], *v.strides[:2], v.shape[2], 1,
+        address_of(s), DTYPE_CODE[dtype_name(s)], *s.strides, 1.0 if lse_base == "2" else LN2,
         np.zeros(0, number), np.zeros((0, 0), number), 0, 0, 0, 0, 0,
     )  # fmt: skip
     unit = 1.0 if lse_base == "2" else LOG2E
@@ -194,7 +207,7 @@ def _merge_splits(work_list: WorkList, output: Output, states: States) -> None:
     if len(work_list.merge_rows) == 0:
         return
     v, s = states
-    table = np.array([[v.ctypes.data, *v.strides[:2], s.ctypes.data, *s.strides]], np.int64)
+    table = np.array([[address_of(v), *v.strides[:2], address_of(s), *s.strides]], np.int64)
     name = dtype_name(v)
     _run_merge(
         name, len(work_list.merge_rows), v.nbytes, v.shape[1], table, DTYPE_CODE[name], 1.0,
@@ -219,13 +232,13 @@ def _threads(bytes_read: int, dots: int) -> int:
 def _level_row(kv: PagedKV) -> tuple[int, ...]:
     """Return where a level's pages lie, as the kernels' table of levels has it."""
     k, v, ids = kv.k, kv.v, kv.kv_indices
-    return (k.ctypes.data, *k.strides[:3], v.ctypes.data, *v.strides[:3], ids.ctypes.data, kv.page_size, kv.num_pages)
+    return (address_of(k), *k.strides[:3], address_of(v), *v.strides[:3], address_of(ids), kv.page_size, kv.num_pages)
 
 
 def _queries(problem: Problem, q: np.ndarray, scale: float, k_scale: Any) -> Queries:
     kv, number = problem.levels[0].kv, problem.number
     return Queries(
-        q.ctypes.data, DTYPE_CODE[dtype_name(q)], *q.strides[:2], kv.head_dim_qk,
+        address_of(q), DTYPE_CODE[dtype_name(q)], *q.strides[:2], kv.head_dim_qk,
         problem.num_qo_heads // kv.num_kv_heads, number.type(scale),
         _per_kv_head(k_scale, kv.num_kv_heads, kv.head_dim_qk, number),
     )  # fmt: skip
@@ -235,9 +248,9 @@ def _output(problem: Problem) -> Output:
     kv, options, number = problem.levels[0].kv, problem.options, problem.number
     out, lse, gate = problem.out, problem.lse, options.output_gate
     return Output(
-        out.ctypes.data, DTYPE_CODE[dtype_name(out)], *out.strides[:2], kv.head_dim_vo,
+        address_of(out), DTYPE_CODE[dtype_name(out)], *out.strides[:2], kv.head_dim_vo,
         problem.num_qo_heads // kv.num_kv_heads,
-        *((0, 0, 0, 0) if lse is None else (lse.ctypes.data, DTYPE_CODE[dtype_name(lse)], *lse.strides)),
+        *((0, 0, 0, 0) if lse is None else (address_of(lse), DTYPE_CODE[dtype_name(lse)], *lse.strides)),
         1.0 if options.lse_base == "2" else LN2,
         _log2_units(options.sinks, number), _per_kv_head(options.v_scale, kv.num_kv_heads, kv.head_dim_vo, number),
         *((0, 0, 0, 0, 0) if gate is None else _gate(gate)),
@@ -246,7 +259,7 @@ def _output(problem: Problem) -> Output:
 
 def _gate(gate: np.ndarray) -> tuple[int, int, int, int, int]:
     step = 0 if gate.shape[2] == 1 else gate.strides[2]
-    return gate.ctypes.data, DTYPE_CODE[dtype_name(gate)], gate.strides[0], gate.strides[1], step
+    return address_of(gate), DTYPE_CODE[dtype_name(gate)], gate.strides[0], gate.strides[1], step
 
 
 def _states(work_list: WorkList, num_qo_heads: int, dim: int, number: np.dtype) -> States:
@@ -254,15 +267,21 @@ def _states(work_list: WorkList, num_qo_heads: int, dim: int, number: np.dtype) 
     return States(np.empty((*shape, dim), number), np.empty(shape, number))
 
 
+@cache
+def _nothing(number: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Return what stands for an absent vector and an absent matrix."""
+    return np.zeros(0, number), np.zeros((0, 0), number)
+
+
 def _per_kv_head(scale: Any, num_kv_heads: int, dim: int, number: np.dtype) -> np.ndarray:
     if scale is None:
-        return np.zeros((0, 0), number)
+        return _nothing(number)[1]
     wide = np.asarray(scale).astype(np.float64)
     return np.ascontiguousarray(np.broadcast_to(wide, (num_kv_heads, dim)).astype(number))
 
 
 def _log2_units(values: Any, number: np.dtype) -> np.ndarray:
-    return np.zeros(0, number) if values is None else (values.astype(np.float64) * LOG2E).astype(number)
+    return _nothing(number)[0] if values is None else (values.astype(np.float64) * LOG2E).astype(number)
 
 
 def _rules(problem: Problem, plan: Plan) -> tuple[Rules, bool]:
@@ -273,15 +292,15 @@ def _rules(problem: Problem, plan: Plan) -> tuple[Rules, bool]:
     if mask is not None:
         mask_code = MASK_BOOL if mask.dtype == np.bool_ else DTYPE_CODE[dtype_name(mask)]
         strides = tuple(0 if n == 1 else stride for n, stride in zip(mask.shape, mask.strides, strict=True))
-    cos = sin = np.zeros((0, 0), number)
+    cos = sin = _nothing(number)[1]
     origin = 0
     if options.rope is not None:
         origin, cos, sin = _rope_planes(problem, plan)
-    unmapped = any(bool((level.kv.kv_indices < 0).any()) for level in problem.levels)
+    unmapped = any(level.kv.kv_indices.min(initial=0) < 0 for level in problem.levels)
     full = unmapped or any(x is not None for x in (mask, options.alibi_slopes, options.rope)) or options.soft_cap > 0
     rules = Rules(
         places.row_position, options.window_left, options.chunk_size, number.type(options.soft_cap * LOG2E),
-        _log2_units(options.alibi_slopes, number), 0 if mask is None else mask.ctypes.data, mask_code, strides,
+        _log2_units(options.alibi_slopes, number), 0 if mask is None else address_of(mask), mask_code, strides,
         places.row_request, places.row_index, cos, sin, origin,
         _per_kv_head(options.k_scale if options.rope is not None else None, kv.num_kv_heads, kv.head_dim_qk, number),
     )  # fmt: skip

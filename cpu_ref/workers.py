@@ -113,14 +113,19 @@ def run(function: Any, key: tuple, num_tasks: int, num_threads: int, *arguments:
     The third of the arguments is ``counters``, int64[2]: next task, finished tasks. `key` names all that their types
     depend on.
     """
-    entry = entry_of(function, key, arguments)
+    run_entry(entry_of(function, key, arguments), num_tasks, num_threads, arguments)
+
+
+def run_entry(entry: Callable[..., None], num_tasks: int, num_threads: int, arguments: tuple) -> None:
+    """Run compiled code as `run` does."""
     threads = min(num_threads, num_tasks)
-    if threads > 1:
-        _team.grow(threads - 1)
-        ticket = (entry, arguments)
-        for _ in range(threads - 1):
-            _team.tickets.put(ticket)
+    if threads <= 1:
+        entry(*arguments)
+        return
+    _team.grow(threads - 1)
+    ticket = (entry, arguments)
+    for _ in range(threads - 1):
+        _team.tickets.put(ticket)
     entry(*arguments)
-    if threads > 1:
-        while not _wait(arguments[2], num_tasks, _SPINS):
-            time.sleep(0)
+    while not _wait(arguments[2], num_tasks, _SPINS):
+        time.sleep(0)

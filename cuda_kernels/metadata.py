@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,16 @@ class Segment:
     pairs: int
 
 
+class _Part(NamedTuple):
+    numbers: np.ndarray
+    room: int
+    filler: int = 0  # what stands in the rest of its room
+
+
+_NOTHING = np.zeros(0, np.int32)
+_EMPTY = _Part(_NOTHING, 0)
+
+
 class PlanMetadata:
     """The device copy of a plan.
 
@@ -68,6 +78,8 @@ class PlanMetadata:
         See `nbattn.planning`.
     num_states : int
         Partial-state slots.
+    max_tokens : int
+        Most query rows of an item.
     tables : list of int32 array
         Page ids of each level, on the host or on the device.
     group_size : int
@@ -115,23 +127,22 @@ class PlanMetadata:
         merge_indptr: np.ndarray,
         merge_slots: np.ndarray,
         num_states: int,
+        max_tokens: int,
         tables: list[Any],
     ) -> None:
         room, first = self.room, self._buffer is None
-        parts: dict[str, tuple[np.ndarray, int]] = {}
-        for (level, tile), items in self._split_by_tile(work, len(tables)).items():
-            parts[f"work {level} {tile}"] = (items, len(WORK) * max(len(items), room.items or 0))
+        parts: dict[str, _Part] = {}
+        for (level, tile), items in self._split_by_tile(work, max_tokens, len(tables)).items():
+            parts[f"work {level} {tile}"] = _Part(items, len(WORK) * max(len(items), room.items or 0))
         for name, rows in (("position", row_position), ("request", row_request), ("index", row_index)):
-            parts[name] = (rows, len(rows))
+            parts[name] = _Part(rows, len(rows))
         merges = max(len(merge_rows), room.merge_rows or 0)
-        if merges > len(merge_rows):
-            merge_rows = _padded(merge_rows, merges, -1)
-            merge_indptr = _padded(merge_indptr, merges + 1, merge_indptr[-1])
-        parts["merge rows"], parts["merge indptr"] = (merge_rows, merges), (merge_indptr, merges + 1)
-        parts["merge slots"] = (merge_slots, max(len(merge_slots), room.merge_slots or 0))
+        parts["merge rows"] = _Part(merge_rows, merges, -1)
+        parts["merge indptr"] = _Part(merge_indptr, merges + 1, int(merge_indptr[-1]))
+        parts["merge slots"] = _Part(merge_slots, max(len(merge_slots), room.merge_slots or 0))
         for level, table in enumerate(tables):
-            host = np.zeros(0, np.int32) if self.device.holds(table) else table
-            parts[f"table {level}"] = (host, max(table.size, room.pages or 0))
+            host = _NOTHING if self.device.holds(table) else table
+            parts[f"table {level}"] = _Part(host, max(table.size, room.pages or 0))
         if first:
             self._lay_out(parts)
             self.num_states, self.num_merges = max(num_states, room.states or 0), merges
@@ -164,18 +175,19 @@ class PlanMetadata:
             self.device.upload(kv_indices, copy)
         return self.device.address(copy), copy
 
-    def _split_by_tile(self, work: np.ndarray, num_levels: int) -> dict[tuple[int, str], np.ndarray]:
+    def _split_by_tile(self, work: np.ndarray, max_tokens: int, num_levels: int) -> dict[tuple[int, str], np.ndarray]:
         """Return the items of each level and tile that is launched: those in use, or all where the plan may grow."""
-        pairs = (work[:, _ROW_END] - work[:, _ROW_BEGIN]) * self.group_size
-        if len(work) and pairs.max() > self.pairs:
-            raise ContractError(f"plan: items must fit {self.pairs} (row, head) pairs, got {pairs.max()}.")
-        is_decode = pairs <= DECODE_ROWS
-        split = {}
-        if num_levels == 1 and is_decode.all():
+        most = max_tokens * self.group_size
+        if most > self.pairs:
+            raise ContractError(f"plan: items must fit {self.pairs} (row, head) pairs, got {most}.")
+        if num_levels == 1 and most <= DECODE_ROWS:
             split = {(0, "decode"): work, (0, "prefill"): work[:0]}
-        for level in range(num_levels if not split else 0):
-            mine = work[:, _LEVEL] == level
-            split[level, "decode"], split[level, "prefill"] = work[mine & is_decode], work[mine & ~is_decode]
+        else:
+            is_decode = (work[:, _ROW_END] - work[:, _ROW_BEGIN]) * self.group_size <= DECODE_ROWS
+            split = {}
+            for level in range(num_levels):
+                mine = work[:, _LEVEL] == level
+                split[level, "decode"], split[level, "prefill"] = work[mine & is_decode], work[mine & ~is_decode]
         if self._buffer is None:
             grows = self.room.items is not None
             possible = [key for key in split if key[1] == "decode" or self.pairs > DECODE_ROWS]
@@ -184,11 +196,12 @@ class PlanMetadata:
             raise ContractError("plan: must keep its levels and tiles, got items of another. Plan with max_kv_len.")
         return {key: split[key] for key in self._tiles}
 
-    def _lay_out(self, parts: dict[str, tuple[np.ndarray, int]]) -> None:
+    def _lay_out(self, parts: dict[str, _Part]) -> None:
         self._places, end = {}, 0
-        for name, (_, size) in parts.items():
-            self._places[name] = (end, size)
-            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._written: dict[str, tuple[int, int]] = {}  # how much of a part holds numbers, and what the rest does
+        for name, part in parts.items():
+            self._places[name] = (end, part.room)
+            end += -(-part.room // _ALIGNMENT) * _ALIGNMENT
         self._host = np.zeros(max(end, 1), np.int32)
         self._buffer = self.device.empty((max(end, 1),), "int32")
         names = ("position", "request", "index", "merge rows", "merge indptr", "merge slots")
@@ -200,14 +213,17 @@ class PlanMetadata:
             count = self._places[name][1] // len(WORK)
             self.segments.append(Segment(level, tile, self._address(name), count, pairs))
 
-    def _copy(self, parts: dict[str, tuple[np.ndarray, int]]) -> None:
-        for name, (begin, size) in self._places.items():
-            array = parts[name][0] if name in parts else np.zeros(0, np.int32)
-            if array.size > size:
-                raise ContractError(f"plan: must fit its room ({name}: {size} numbers), got {array.size}.")
-            self._host[begin : begin + array.size] = array.ravel()
-            if array.size < size:
-                self._host[begin + array.size : begin + size] = 0
+    def _copy(self, parts: dict[str, _Part]) -> None:
+        for name, (begin, room) in self._places.items():
+            numbers, _, filler = parts.get(name, _EMPTY)
+            end, size = begin + room, numbers.size
+            if size > room:
+                raise ContractError(f"plan: must fit its room ({name}: {room} numbers), got {size}.")
+            self._host[begin : begin + size] = numbers.reshape(-1)
+            used, filled = self._written.get(name, (room, filler))
+            if size < used or filler != filled:
+                self._host[begin + size : begin + used if filler == filled else end] = filler
+            self._written[name] = size, filler
         self.device.upload(self._host, self._buffer)
 
     def _address(self, name: str) -> int:
@@ -227,12 +243,6 @@ class PlanMetadata:
         if key not in self._scratch:
             self._scratch[key] = self.device.empty(shape, "float32")
         return self._scratch[key]
-
-
-def _padded(array: np.ndarray, size: int, filler: int) -> np.ndarray:
-    padded = np.full(size, filler, np.int32)
-    padded[: len(array)] = array
-    return padded
 
 
 def upload_integers(device: Any, arrays: list[np.ndarray]) -> tuple[Any, list[int]]:

@@ -53,15 +53,14 @@ def make() -> Kernel:
         if rope_dim > int32(0):
             position = int32(element(positions, row) - rope_origin)
             plane = int64(position) * int64(half) * int64(4)
-            before_first_key = position < int32(0) and element(positions, row) < int32(0)
-            outside = (position < int32(0) or position >= rope_rows) and not before_first_key
+            outside = position < int32(0) or position >= rope_rows
         for dim in range(lane, head_dim, int32(32)):
             x = factor * load_number(q + int64(dim) * item, q_kind)
             if gain != int64(0):
                 x *= ptx.load_f32(gain + int64(dim) * int64(4))
             if outside:
-                x = NAN
-            elif dim < rope_dim and position >= int32(0):  # a row before the first key keeps none: not rotated
+                x = NAN  # not seen in a row before the first key: it keeps none
+            elif dim < rope_dim:
                 if interleaved != int32(0):
                     pair, first = int32(dim >> int32(1)), dim & int32(1) == int32(0)
                     partner = int32(dim ^ int32(1))

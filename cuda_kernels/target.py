@@ -28,7 +28,7 @@ from nbattn.cuda_kernels.shapes import (
     gather_shape,
     head_size_class,
 )
-from nbattn.errors import TargetError
+from nbattn.errors import ContractError, TargetError
 from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan, Tiling
 from nbattn.problem import Level, Options, Preparation, Problem
@@ -38,6 +38,7 @@ SHARES_AT_A_TIME = 4  # the number of shares of work is a multiple of it
 BLOCKS_PER_MULTIPROCESSOR = 2  # of either tile: see the register table of the tests
 MOST_DECODE_KEYS = 1000  # of a resident block; more keys that many rows share are faster on the prefill tile
 MOST_KEYS_BESIDE = 2  # of prefill tiles for each of decode tiles: beyond, prefill tiles fill the multiprocessors
+POSITIONS_AHEAD = 1 << 17  # most that planes of rotation are made for before a request stands there
 
 _devices: dict[int, Device] = {}
 _planes_on_device: dict[tuple, tuple[np.ndarray, Array, Array]] = {}
@@ -52,6 +53,15 @@ def current_device() -> Device:
         found = Device()
         _devices[found.number] = found
     return found
+
+
+def lane() -> tuple[int, Any]:
+    """Return what plans that the library makes by itself are made for: the device and its current stream.
+
+    Their buffers are filled in the order of that stream; what is captured there fills them at a replay only.
+    """
+    device = current_device()
+    return device.number, object() if device.capturing() else device.stream()
 
 
 def tiling(
@@ -151,12 +161,20 @@ class PlanOnDevice:
         if all(capacity.get(name, size) <= size for name, size in plan.work_list.sizes().items()):
             room = Room(pages=room.pages)  # nothing may grow: nothing is padded
         tokens = max(*plan.tiling.tokens, plan.work_list.max_tokens)
+        self.planes_in_graphs: list[tuple[int, Array, Array]] = []  # position of row 0, cosines, sines
         self.metadata = PlanMetadata(
             device, group_size=group, tokens=tokens, cluster=plan.tiling.cluster, room=room, **_integers(plan, levels)
         )
 
     def refill(self, plan: Plan, levels: tuple[Level, ...]) -> None:
         """Copy an updated plan into the same buffers."""
+        begin, end = _positions(plan, levels) if self.planes_in_graphs else (0, 0)
+        for origin, cos, _ in self.planes_in_graphs:
+            if not origin <= begin <= end <= origin + len(cos):
+                raise ContractError(
+                    f"Plan.update: a captured graph rotates positions {origin} to {origin + len(cos) - 1}, got {begin} "
+                    f"to {end - 1}. Make a new plan for them, with a larger max_kv_len (up to {POSITIONS_AHEAD})."
+                )
         self.metadata.update(**_integers(plan, levels))
 
 
@@ -171,6 +189,7 @@ def _integers(plan: Plan, levels: tuple[Level, ...]) -> dict[str, Any]:
         "merge_indptr": work_list.merge_indptr,
         "merge_slots": work_list.merge_slots,
         "num_states": work_list.num_states,
+        "max_tokens": work_list.max_tokens,
         "tables": [level.kv.kv_indices for level in levels],
     }
 
@@ -295,11 +314,10 @@ def _settings(device: Any, problem: Problem, planes: Any, origin: int) -> tuple[
 
 def _rope_planes(device: Any, problem: Problem, plan: Plan) -> tuple[int, tuple[Array, Array]]:
     """Return planes on the device that cover every position of a row or a key, and the position of their row 0."""
-    rows, places = plan.places.row_position, plan.places
-    begin, end = int(rows.min(initial=0)), int(rows.max(initial=0)) + 1
-    for start, level in zip(places.key_position, problem.levels, strict=True):
-        end = max(end, int(start.max(initial=0)) + int(level.kv.kv_lens.max(initial=0)))
-        begin = min(begin, int(start.min(initial=begin)))
+    begin, end = _positions(plan, problem.levels)
+    if plan.max_kv_len is not None:
+        start = int(plan.places.key_position[0].max(initial=0))
+        end = max(end, min(POSITIONS_AHEAD, start + plan.max_kv_len * len(problem.levels)))
     dim, rope = problem.levels[0].kv.head_dim_qk, problem.options.rope
     if rope is None:
         raise ValueError("rope: must be given, got None.")
@@ -308,7 +326,19 @@ def _rope_planes(device: Any, problem: Problem, plan: Plan) -> tuple[int, tuple[
     kept = _planes_on_device.get(key)
     if kept is None or kept[0] is not cos:
         kept = _planes_on_device[key] = cos, device.from_host(cos), device.from_host(sin)
+    if device.capturing():
+        plan.on_target.planes_in_graphs.append((origin, *kept[1:]))
     return origin, (kept[1], kept[2])
+
+
+def _positions(plan: Plan, levels: tuple[Level, ...]) -> tuple[int, int]:
+    """Return the interval of positions at which a row or a key stands, or 0."""
+    rows, places = plan.places.row_position, plan.places
+    begin, end = int(rows.min(initial=0)), int(rows.max(initial=0)) + 1
+    for start, level in zip(places.key_position, levels, strict=True):
+        end = max(end, int(start.max(initial=0)) + int(level.kv.kv_lens.max(initial=0)))
+        begin = min(begin, int(start.min(initial=begin)))
+    return begin, end
 
 
 def _prepare_query(

@@ -103,8 +103,9 @@ class MultiLevelCascadeAttentionWrapper:
     bfloat16, float32 and, on the CPU, float64; ALiBi is added after the soft cap.
 
     The first run after a plan makes the work list; before a CUDA graph is captured, run once. A later `plan` refills
-    it for replays of the graph as long as heads, causality and window stay the same. What lies in buffers on the
-    device other than the page ids is read by `plan`, not by `run`.
+    it for replays of the graph as long as heads, causality and window stay the same; with ROPE_LLAMA a graph holds the
+    angles of all positions that its buffers have room for, up to 131072, and a plan past them is refused. What lies in
+    buffers on the device other than the page ids is read by `plan`, not by `run`.
 
     Examples
     --------
@@ -217,7 +218,7 @@ class MultiLevelCascadeAttentionWrapper:
         heads = Heads(num_qo_heads, num_kv_heads, head_dim, page_size)
         options: dict[str, Any] = {
             "sm_scale": contracts.check_sm_scale(sm_scale, head_dim),
-            "window_left": max(-1, contracts.check_int("window_left", window_left)),
+            "window_left": contracts.check_window(window_left),
             "logits_soft_cap": contracts.check_soft_cap(logits_soft_cap),
             "rope": _rope(pos_encoding_mode, head_dim, rope_scale, rope_theta),
         }

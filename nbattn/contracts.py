@@ -26,7 +26,7 @@ from nbattn.arrays import (
 )
 from nbattn.errors import ContractError, TargetError
 from nbattn.kv_cache import PagedKV
-from nbattn.page_tables import host_int64, require_index_array, snapshot
+from nbattn.page_tables import INT32_MAX, host_int64, require_index_array, snapshot
 from nbattn.problem import Level
 
 OUT_DTYPES = ("float16", "bfloat16", "float32")
@@ -129,6 +129,21 @@ def check_int(name: str, value: Any, *, at_least: int | None = None) -> int:
     if at_least is not None and value < at_least:
         raise ContractError(f"{name}: must be at least {at_least}, got {value}.")
     return int(value)
+
+
+def check_window(window_left: Any) -> int:
+    """Return `window_left`, -1 if it is off; beyond int32, where no position is, all windows are alike."""
+    return max(-1, min(check_int("window_left", window_left), INT32_MAX))
+
+
+def check_chunk(chunk_size: Any) -> int:
+    """Return `chunk_size`, 0 if it is None; beyond int32 as `check_window`."""
+    return 0 if chunk_size is None else min(check_int("chunk_size", chunk_size, at_least=1), INT32_MAX)
+
+
+def check_split(split_size: Any) -> int | None:
+    """Return `split_size` or None; a request has no more keys than an int32 can count."""
+    return None if split_size is None else min(check_int("split_size", split_size, at_least=1), INT32_MAX)
 
 
 def check_sm_scale(sm_scale: Any, head_dim: int) -> float:

@@ -17,6 +17,8 @@ from nbattn.problem import Level, Problem
 
 Result = Array | tuple[Array, Array]
 
+MOST_KEPT = 4  # plans of a table: layers differ in their windows
+
 
 def backend(target: str) -> ModuleType:
     """Return the module that runs problems on a target."""
@@ -28,6 +30,18 @@ def backend(target: str) -> ModuleType:
         raise TargetError(
             f"target: the CUDA kernels cannot be loaded, {error}. Install them with: pip install 'nbattn[cuda13]'."
         ) from error
+
+
+def kept_plans(levels: Any) -> list[Plan]:
+    """Return the plans that calls without one have made for the last level's table, on these threads or this stream.
+
+    A table never changes, so the layers of a model share them; they live as long as the table.
+    """
+    kv = levels[-1].kv if isinstance(levels, (list, tuple)) and levels and isinstance(levels[-1], Level) else None
+    if not isinstance(kv, PagedKV) or not kv.table.kept:
+        return []
+    lane = backend("cpu" if kv.library == "numpy" else "cuda").lane()
+    return [plan for own, plan in kv.table.kept if own == lane]
 
 
 def run(problem: Problem, plan: Plan | None, split_size: int | None) -> tuple[Plan, Any]:
@@ -42,20 +56,34 @@ def run(problem: Problem, plan: Plan | None, split_size: int | None) -> tuple[Pl
         tuple(level.causal for level in problem.levels),
         options.window_left,
         options.chunk_size,
-        None if split_size is None else contracts.check_int("split_size", split_size, at_least=1),
+        contracts.check_split(split_size),
     )
-    num_rows = max(int(level.qo_indptr[-1]) for level in problem.levels)
     if plan is None:
-        plan = Plan(
-            problem.levels, num_rows, rules, kernels.tiling(problem.levels, problem.num_qo_heads, split_size),
-            kv_start=options.kv_start,
-            q_positions=None if options.q_positions is None else options.q_positions[:num_rows],
-        )  # fmt: skip
+        plan = _plan_of(problem, rules, kernels)
     elif not isinstance(plan, Plan):
         raise ContractError(f"plan: must be a Plan, got {type(plan).__name__}. Make one with nbattn.plan(...).")
     else:
         plan.check_call(rules, problem.levels, problem.q.shape[0])
     return plan, kernels.run_paged(problem, plan)
+
+
+def _plan_of(problem: Problem, rules: PlanRules, kernels: ModuleType) -> Plan:
+    """Return a plan for a call that came without one: one of the table's if it fits, else a new one that it keeps."""
+    levels, options = problem.levels, problem.options
+    num_rows = max(int(level.qo_indptr[-1]) for level in levels)
+    start, positions = options.kv_start, options.q_positions
+    own_places = start is not None or positions is not None
+    for plan in [] if own_places else kept_plans(levels):
+        if plan.rules == rules and plan.is_for(levels):
+            return plan
+    plan = Plan(
+        levels, num_rows, rules, kernels.tiling(levels, problem.num_qo_heads, rules.split_size), kv_start=start,
+        q_positions=None if positions is None else positions[:num_rows],
+    )  # fmt: skip
+    if not own_places:
+        table = levels[-1].kv.table
+        table.kept[:] = [*table.kept[1 - MOST_KEPT :], (kernels.lane(), plan)]
+    return plan
 
 
 def plan(
@@ -116,9 +144,9 @@ def plan(
     rules = PlanRules(
         num_qo_heads,
         tuple(level.causal for level in levels),
-        max(-1, contracts.check_int("window_left", window_left)),
-        0 if chunk_size is None else contracts.check_int("chunk_size", chunk_size, at_least=1),
-        None if split_size is None else contracts.check_int("split_size", split_size, at_least=1),
+        contracts.check_window(window_left),
+        contracts.check_chunk(chunk_size),
+        contracts.check_split(split_size),
     )
     longest = None if max_kv_len is None else contracts.check_int("max_kv_len", max_kv_len, at_least=0)
     pages = None if max_num_pages is None else contracts.check_int("max_num_pages", max_num_pages, at_least=0)

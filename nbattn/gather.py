@@ -84,7 +84,6 @@ def gather_attention(
         output_gate=contracts.check_gate(output_gate, results[0].shape, library),
         lse_base=lse_base,
     )
-    size = None if split_size is None else contracts.check_int("split_size", split_size, at_least=1)
     problem = Problem(name, q, (Level(kv, offsets),), options, *results)
-    backend(name).run_gather(problem, token_indices, counts, size)
+    backend(name).run_gather(problem, token_indices, counts, contracts.check_split(split_size))
     return (problem.out, problem.lse) if return_lse else problem.out

@@ -91,8 +91,8 @@ def attention_over_cache(
     rope_cos, rope_sin : float array, shape [positions, rotary_dim / 2], optional
         Rotate the first `rotary_dim` of q's head size; the rest is copied. Both or neither.
     position_ids : int array, shape [rows], optional
-        Rotary position of each row, ``p`` by default; never moves a mask. On a GPU a position past the planes makes
-        its row NaN, on the host it is an error.
+        Rotary position of each row, ``p`` by default; never moves a mask. On a GPU a position outside the planes
+        makes its row NaN, on the host it is an error.
     attn_mask : bool or float array, broadcasting to [requests, num_heads, max rows, max keys], optional
         True keeps; floats are added to the capped score and -inf drops. Joins `is_causal` and `sliding_window`.
     is_causal : bool, optional

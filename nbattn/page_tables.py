@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -47,6 +47,8 @@ class PageTable:
     kv_lens : numpy.ndarray, shape [batch_size], int32
     page_size, num_pages : int
     form : TableForm
+    kept : list
+        Plans of calls that came without one, for the next layer's: see `nbattn.engine.kept_plans`.
     """
 
     kv_indptr: np.ndarray
@@ -55,6 +57,7 @@ class PageTable:
     page_size: int
     num_pages: int
     form: TableForm
+    kept: list[Any] = field(default_factory=list, init=False, repr=False)
 
     def over(self, num_pages: int) -> PageTable:
         """Return the same table over a cache of another number of pages, which ids on the host must not pass."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from nbattn import contracts
 from nbattn.arrays import Array, confirm_target
-from nbattn.engine import run
+from nbattn.engine import kept_plans, run
 from nbattn.errors import ContractError
 from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan
@@ -207,13 +207,13 @@ def perform(
     q: Array, levels: list[Level], plain: tuple[Any, ...], arrays: tuple[Any, ...], plan: Plan | None,
     out: Array | None, lse: Array | None,
 ) -> tuple[Result, RememberedCall | None]:  # fmt: skip
-    """Check and run `cascade_attention`; return its result, and with a plan the call as it may be repeated.
+    """Check and run `cascade_attention`; return its result, and the call if it may be repeated.
 
     `plain` and `arrays` are the fields of `PlainOptions` and `ArrayOptions`, or tuples in their order.
     """
-    call = plan.last_call if isinstance(plan, Plan) else None
-    if call is not None:
-        result = call.again(q, levels, plain, arrays, out, lse)
+    for known in kept_plans(levels) if plan is None else [plan]:
+        call = known.last_call if isinstance(known, Plan) else None
+        result = None if call is None else call.again(q, levels, plain, arrays, out, lse)
         if result is not None:
             return result, call
     given = PlainOptions._make(plain)
@@ -224,8 +224,7 @@ def perform(
     results = contracts.check_results(q, dim_vo, out, lse, given.out_dtype, given.return_lse, given.lse_base)
     problem = Problem(name, q, checked, options, *results)
     used, launch = run(problem, plan, given.split_size)
-    if plan is not None:
-        used.last_call = call = remember(problem, used, levels, plain, arrays, (out, lse), launch)
+    used.last_call = call = remember(problem, used, levels, plain, arrays, (out, lse), launch)
     return ((problem.out, problem.lse) if given.return_lse else problem.out), call
 
 
@@ -238,11 +237,10 @@ def _checked_options(
         raise ContractError(f"rope: must be a nbattn.Rope, got {type(rope).__name__}.")
     if rope is not None and dim_qk % 2:
         raise ContractError(f"rope: needs an even head size, got {dim_qk}.")
-    chunk_size = given.chunk_size
     return Options(
         sm_scale=contracts.check_sm_scale(given.sm_scale, dim_qk),
-        window_left=max(-1, contracts.check_int("window_left", given.window_left)),
-        chunk_size=0 if chunk_size is None else contracts.check_int("chunk_size", chunk_size, at_least=1),
+        window_left=contracts.check_window(given.window_left),
+        chunk_size=contracts.check_chunk(given.chunk_size),
         soft_cap=contracts.check_soft_cap(given.logits_soft_cap),
         sinks=contracts.check_heads_vector("sinks", arrays.sinks, num_heads, library),
         attn_mask=contracts.check_mask(arrays.attn_mask, levels, num_heads, library),

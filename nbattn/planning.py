@@ -63,6 +63,8 @@ class Plan:
     places : Positions
     num_rows : int
         Query rows that the levels' offsets cover.
+    max_kv_len : int or None
+        Longest request that was planned for.
     on_target : object
         What the target made of the work list: its tasks or its device buffers.
     last_call : RememberedCall or None
@@ -84,6 +86,7 @@ class Plan:
                  max_num_pages: int | None = None):  # fmt: skip
         self.rules, self.tiling, self.num_rows = rules, tiling, num_rows
         self.capacity: dict[str, int] = {}
+        self.max_kv_len = max_kv_len
         self.on_target: Any = None
         self.last_call: RememberedCall | None = None
         self._fill(levels, kv_start, q_positions)
@@ -112,7 +115,8 @@ class Plan:
         Raises
         ------
         ContractError
-            If the new work does not fit the plan's capacity (see ``max_kv_len`` of `nbattn.plan`).
+            If the new work does not fit the plan's capacity (see ``max_kv_len`` of `nbattn.plan`), or a captured graph
+            rotates q and keys and holds no angles for the new positions; the plan stays as it was.
         """
         from nbattn.engine import planned_levels
 
@@ -126,19 +130,25 @@ class Plan:
             )
         before, call = (self.lengths, self.places, self.work_list), self.last_call
         self._fill(levels, start, positions)
+        try:
+            self._check_room(levels)
+            if self.on_target is not None:
+                self.on_target.refill(self, levels)
+        except ContractError:
+            self.lengths, self.places, self.work_list = before
+            raise
+        same_rows = all(np.array_equal(x.qo_indptr, y.qo_indptr) for x, y in zip(before[0], self.lengths, strict=True))
+        if call is not None and same_rows and start is None and positions is None:
+            self.last_call = call.after_update([level.kv.table for level in levels])
+
+    def _check_room(self, levels: tuple[Any, ...]) -> None:
         sizes = self._sizes(levels)
         over = [key for key in sizes if sizes[key] > self.capacity[key]]
         if over:
-            self.lengths, self.places, self.work_list = before
             raise ContractError(
                 f"Plan.update: needs {sizes[over[0]]} {over[0]}, the plan holds {self.capacity[over[0]]}. "
                 "Plan with a larger max_kv_len or max_num_pages."
             )
-        if self.on_target is not None:
-            self.on_target.refill(self, levels)
-        same_rows = all(np.array_equal(x.qo_indptr, y.qo_indptr) for x, y in zip(before[0], self.lengths, strict=True))
-        if call is not None and same_rows and start is None and positions is None:
-            self.last_call = call.after_update([level.kv.table for level in levels])
 
     def _sizes(self, levels: tuple[Any, ...]) -> dict[str, int]:
         entries = max(int(level.kv.kv_indptr[-1]) for level in levels)
@@ -173,8 +183,16 @@ class Plan:
         if num_rows < self.num_rows:
             raise ContractError(f"q: must have at least the plan's {self.num_rows} rows, got {num_rows}.")
         for i, (level, planned) in enumerate(zip(levels, self.lengths, strict=True)):
-            same = level.kv.kv_lens is planned.kv_lens or np.array_equal(level.kv.kv_lens, planned.kv_lens)
-            if not (same and np.array_equal(level.qo_indptr, planned.qo_indptr)):
+            if not _same_lengths(level, planned):
                 raise ContractError(
                     f"plan: must be made for this call's lengths and offsets, level {i} differs. Call plan.update(...)."
                 )
+
+    def is_for(self, levels: tuple[Any, ...]) -> bool:
+        """Return whether the plan was made for these lengths and offsets."""
+        return len(levels) == len(self.lengths) and all(map(_same_lengths, levels, self.lengths))
+
+
+def _same_lengths(level: Any, planned: LevelLengths) -> bool:
+    same = level.kv.kv_lens is planned.kv_lens or np.array_equal(level.kv.kv_lens, planned.kv_lens)
+    return same and np.array_equal(level.qo_indptr, planned.qo_indptr)

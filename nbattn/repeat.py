@@ -11,8 +11,9 @@ be compared by a copy to the host.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ from nbattn.kv_cache import PagedKV
 from nbattn.problem import ArrayOptions, Level, PlainOptions, Problem
 
 if TYPE_CHECKING:
+    from nbattn.page_tables import PageTable
     from nbattn.planning import Plan
 
 PLAIN_VALUES = (type(None), bool, int, float, str, type, np.dtype)
@@ -46,7 +48,7 @@ class Launch(Protocol):
 class LevelForm(NamedTuple):
     """What must be equal of a level: the table itself, forms of K and V, and what `_offsets` returns."""
 
-    table: Any
+    table: weakref.ref[PageTable]  # the table may keep the call
     pages: tuple[Form, Form]
     causal: bool
     offsets: Any
@@ -76,7 +78,7 @@ class RememberedCall:
             if type(level) is not Level or type(level.kv) is not PagedKV:
                 return None
             kv = level.kv
-            if kv.table is not table or kv.forms != forms or bool(level.causal) is not causal:
+            if kv.table is not table() or kv.forms != forms or bool(level.causal) is not causal:
                 return None
             if _offsets(level.qo_indptr) != offsets:
                 return None
@@ -90,8 +92,12 @@ class RememberedCall:
         """
         if not self.launch.follows_plan or self.arrays[_ATTN_MASK] is not None:
             return None
-        levels = tuple(level._replace(table=table) for level, table in zip(self.levels, tables, strict=True))
-        return replace(self, levels=levels)
+        levels = tuple(
+            level._replace(table=weakref.ref(table)) for level, table in zip(self.levels, tables, strict=True)
+        )
+        return RememberedCall(
+            self.plain, self.arrays, levels, self.query, self.results, self.shapes, self.covered, self.launch
+        )
 
     def over(self, pages: list[int], q: Array, arrays: tuple[Any, ...], out: Any, lse: Any) -> Any:
         """Run over K and V at `pages`, which have the forms of the call's, if the other arrays have theirs too."""
@@ -130,7 +136,7 @@ def remember(
     if launch is None or "device" in offsets or not all(isinstance(x, PLAIN_VALUES) for x in plain):
         return None
     forms = tuple(
-        LevelForm(level.kv.table, level.kv.forms, bool(level.causal), own)
+        LevelForm(weakref.ref(level.kv.table), level.kv.forms, bool(level.causal), own)
         for level, own in zip(levels, offsets, strict=True)
     )
     out, lse = (None if x is None else form_of(x) for x in results)

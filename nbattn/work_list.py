@@ -238,7 +238,8 @@ def _runs_of_level(number: int, level: LevelLengths, places: Positions, tile_tok
     reached, counts = level.rows
     first, last = reached.start, reached.stop
     if counts is None and number == 0:  # decode: one row, one tile
-        begin, end, request = level.qo_indptr[:-1], level.qo_indptr[1:], slice(None)
+        begin, end = level.qo_indptr[:-1], level.qo_indptr[1:]
+        request, row = slice(None), reached
     else:
         counts = level.qo_indptr[1:] - level.qo_indptr[:-1]
         request_of_row = np.repeat(np.arange(len(counts)), counts)
@@ -251,12 +252,13 @@ def _runs_of_level(number: int, level: LevelLengths, places: Positions, tile_tok
         begin, end = begin[run] + ordinal * tile_tokens, np.minimum(begin[run] + (ordinal + 1) * tile_tokens, end[run])
         request = request_of_row[begin]
         begin, end = begin + first, end + first
+        row = begin
     items = np.zeros((WORK_COLUMNS, len(begin)), np.int64)
     items[LEVEL], items[ROW_BEGIN], items[ROW_END], items[CAUSAL] = number, begin, end, level.causal
     items[KV_LEN] = items[KEY_END] = level.kv_lens[request]
     items[PAGE_BEGIN] = level.page_begin[request]
-    items[KEY_POSITION] = places.key_position[number][begin]
-    items[KEY_BASE] = places.key_base[number][begin]
+    items[KEY_POSITION] = places.key_position[number][row]
+    items[KEY_BASE] = places.key_base[number][row]
     return items
 
 
@@ -314,17 +316,18 @@ def _split(
     """Cut the items' key ranges at multiples of the split size."""
     begins, ends = items[KEY_BEGIN], items[KEY_END]
     if split_size is None:
-        lengths, tokens = ends - begins, items[ROW_END] - items[ROW_BEGIN]
-        if few_tokens:
-            few = tokens <= few_tokens
+        cost = lengths = ends - begins
+        tokens = items[ROW_END] - items[ROW_BEGIN]
+        few = tokens <= few_tokens
+        if few_tokens and not few.all():
             share = np.where(few, lengths[few].sum() / shares, lengths[~few].sum() / max(1, many_shares))
-            cost_in_shares = lengths / np.maximum(share, 1.0)
+            share = np.maximum(share, 1.0)
         else:
-            cost = lengths * tokens
-            cost_in_shares = cost / max(int(cost.sum()) / max(1, shares), 1.0)
-        if cost_in_shares.max(initial=0) - 0.25 <= 1:  # a little more than one share stays whole
-            return items
-        pieces = np.ceil(cost_in_shares - 0.25).astype(np.int64)
+            cost = lengths if few_tokens else lengths * tokens
+            share = max(int(cost.sum()) / max(1, shares), 1.0)
+            if cost.max(initial=0) / share - 0.25 <= 1:  # a little more than one share stays whole
+                return items
+        pieces = np.ceil(cost / share - 0.25).astype(np.int64)
         pieces = np.minimum(pieces, lengths // SMALLEST_SPLIT)
         if pieces.max() <= 1:
             return items

@@ -1,8 +1,9 @@
-"""Check the CUDA target on a GPU: cases, random draws, large offsets, graphs, streams, repeats and the sanitizer.
+"""Check the CUDA target on a GPU: cases, tests, random draws, offsets, graphs, streams, repeats and the sanitizer.
 
-Usage: python scripts/gpu_check.py [--random N] [--seed S] [--repeats N] [--parts a,b] [--json FILE]
+Usage: python scripts/gpu_check.py [--random N] [--seed S] [--repeats N] [--parts a,b] [--jobs N] [--json FILE]
 
-Every part compares with the float64 oracle within the shared error budget. Exits 1 if anything fails.
+Every part compares with the float64 oracle within the shared error budget; `small_inputs` and `append` run the
+project's own tests with their arrays on the GPU, and need pytest. Exits 1 if anything fails.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import nbattn
 from nbattn import oracle, testing
 
+ROOT = Path(__file__).resolve().parent.parent
 Outcome = dict[str, Any]
+TEST_PROCESSES = 8  # of tests on the device at once: most of their time is compilation
+CASCADE_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True, "window_left": 5},
+    {"causal": True, "pos_encoding_mode": "ALIBI", "logits_soft_cap": 3.0},
+    {"causal": True, "pos_encoding_mode": "ROPE_LLAMA"},
+]
+ROUNDED_TESTS = r"test_(?!p12)[a-z]\d+_"  # head sizes in 16 bits are cases of the table
+ROW_TEST = re.compile(r"^def test_[a-z]\d+_", re.MULTILINE)
 
 
 def on_device(cupy: Any, dtype: Any, *shape: int, seed: int = 0) -> tuple[np.ndarray, Any]:
@@ -64,6 +78,87 @@ def _outcome(case: Any, family: str) -> Outcome:
         return {"name": name, "passed": refused, "share": 0.0, "detail": "" if refused else str(error)}
     detail = "" if result.passed else str(result)
     return {"name": name, "passed": result.passed, "share": result.budget_share, "detail": detail}
+
+
+def tests_on_device(files: list[Path], pattern: str, *more: str) -> tuple[dict[str, Counter], list[Outcome]]:
+    """Run the tests whose names match, one process a file: return counts by test function, and failures."""
+    program = ROOT / "scripts" / "on_device.py"
+
+    def run(file: Path) -> Outcome:
+        with tempfile.TemporaryDirectory() as folder:
+            record = Path(folder) / "tests.json"
+            command = [sys.executable, str(program), str(file), "--pattern", pattern, "--json", str(record), *more]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+            if record.exists():
+                return json.loads(record.read_text())
+            text = (done.stdout + done.stderr)[-3000:]
+            return {"counts": {}, "failures": [{"name": f"{file.name}: the process ended", "detail": text}]}
+
+    with ThreadPoolExecutor(TEST_PROCESSES) as pool:
+        results = list(pool.map(run, files))
+    counts: dict[str, Counter] = {}
+    for result in results:
+        for name, part in result["counts"].items():
+            counts[name] = counts.get(name, Counter()) + Counter(part)
+    return counts, [{"passed": False, "share": 0.0, **x} for result in results for x in result["failures"]]
+
+
+def small_inputs(_: argparse.Namespace) -> Iterator[Outcome]:
+    """Run the tests of every row of the list of small inputs; at least one of each row must run on the device."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from test_cases_registry import ROWS
+
+    files = [x for x in sorted((ROOT / "tests").rglob("test_*.py")) if ROW_TEST.search(x.read_text())]
+    files = [x for x in files if "oracle" not in x.name]
+    for dtype in (None, "bfloat16"):  # as they are written, then rounded: the kernels on tensor cores
+        more = () if dtype is None else ("--dtype", dtype)
+        counts, failures = tests_on_device(files, r"test_[a-z]\d+_" if dtype is None else ROUNDED_TESTS, *more)
+        yield from failures
+        of_row: dict[str, Counter] = {f"{letter}{i + 1}": Counter() for letter, n in ROWS.items() for i in range(n)}
+        for name, part in counts.items():
+            for row in re.findall(r"_([a-z]\d+)(?=_)", re.match(r"test(_[a-z]\d+)+_", name)[0]):
+                of_row[row.upper()] += part
+        for row, part in of_row.items():
+            if dtype is None or part:
+                detail = ", ".join(f"{n} {what}" for what, n in sorted(part.items())) or "no test"
+                name = row if dtype is None else f"{row} in {dtype}"
+                passed = part["passed"] > 0 and not part["failed"]
+                yield {"name": f"row {name}", "passed": passed, "share": 0.0, "detail": f"{name}: {detail}"}
+
+
+def append(_: argparse.Namespace) -> Iterator[Outcome]:
+    """Run the tests of `append_paged_kv_cache`: every dtype, layout and stride against a plain loop, byte by byte."""
+    elsewhere = "a_refused|a_read_only|the_later_of_two"  # messages, host memory, and an order that no GPU has
+    counts, failures = tests_on_device([ROOT / "tests" / "test_append.py"], f"test_(?!{elsewhere})")
+    yield from failures
+    for name, part in counts.items():
+        detail = f"{name}: " + ", ".join(f"{n} {what}" for what, n in sorted(part.items()))
+        yield {"name": name, "passed": not part["failed"], "share": 0.0, "detail": detail}
+    ran = counts.get("test_append_equals_a_plain_loop", Counter())["passed"]
+    yield {"name": "append on the device", "passed": ran > 0, "share": 0.0, "detail": f"{ran} random layouts"}
+
+
+def readme(_: argparse.Namespace) -> Iterator[Outcome]:
+    """Run the pages that have CuPy examples, prints compared with their comments, and compare README's result."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import test_docs
+
+    for name, page in test_docs.PAGES.items():
+        text = page.read_text()
+        if not any("import cupy" in code for _, code in test_docs.blocks(text)):
+            continue
+        namespace: dict[str, Any] = {"__name__": name}
+        for first_line, code in test_docs.blocks(text):
+            for line, printed, promised in test_docs.run(code, namespace, name, first_line):
+                detail = f"printed {printed!r}, promised {promised!r}"
+                passed = printed == promised
+                yield {"name": f"{name}:{line}", "passed": passed, "share": 0.0, "detail": "" if passed else detail}
+        if name == "README.md":
+            q, kv = namespace["q"], namespace["kv"]
+            expected = testing.expect(oracle.paged_attention, q, kv)
+            result = testing.compare(namespace["out_gpu"], expected.out, expected.out_budget, "out_gpu")
+            yield {"name": "README.md: out_gpu", "passed": result.passed, "share": result.share,
+                   "detail": "" if result.passed else str(result)}  # fmt: skip
 
 
 def large_offsets(_: argparse.Namespace) -> Iterator[Outcome]:
@@ -143,6 +238,47 @@ def graphs(_: argparse.Namespace) -> Iterator[Outcome]:
             stream.synchronize()
             yield _compare(f"graph replay {name}", (out, lse), testing.expect(oracle.paged_attention, q, define))
     yield from _gather_graph()
+    for options in CASCADE_OPTIONS:
+        yield from _cascade_graph(options)
+
+
+def _cascade_graph(options: dict[str, Any]) -> Iterator[Outcome]:
+    """Capture a cascade wrapper's run, plan it for other tables, replay."""
+    import cupy
+
+    sys.path.insert(0, str(ROOT / "tests" / "cascade"))
+    from level_setup import Setup
+
+    rows = (0, 2, 3, 7)
+    steps = [((13,), (9, 1, 4)), ((9,), (4, 8, 17)), ((40,), (90, 0, 33)), ((210,), (180, 5, 40))]
+    built = [
+        Setup((((0, 7), shared), (rows, own)), dtype="float16", seed=seed).build()
+        for seed, (shared, own) in enumerate(steps)
+    ]
+    room = [[cupy.zeros(64, np.int32) for _ in range(2)] for _ in range(4)]
+    wrapper = nbattn.MultiLevelCascadeAttentionWrapper(2, None, "NHD", True, *room)
+    sizes = {"num_qo_heads": 6, "num_kv_heads": 2, "head_dim": 16, "page_size": 4}
+    pages = cupy.zeros((max(len(cache) for _, cache, _ in built), *built[0][1].shape[1:]), np.float16)
+    q_device = cupy.zeros(built[0][0].shape, np.float16)
+    out, lse = cupy.empty_like(q_device), cupy.empty(q_device.shape[:2], np.float32)
+    stream, graph = cupy.cuda.Stream(non_blocking=True), None
+    for step, (q, cache, lists) in enumerate(built):
+        wrapper.plan(*lists, **sizes, **options)
+        pages[: len(cache)].set(cache)
+        q_device.set(q)
+        out.fill(np.nan)
+        cupy.cuda.get_current_stream().synchronize()
+        if graph is None:
+            wrapper.run(q_device, pages, out=out, lse=lse)
+            cupy.cuda.get_current_stream().synchronize()
+            with stream:
+                stream.begin_capture()
+                wrapper.run(q_device, pages, out=out, lse=lse)
+                graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+        expected = testing.expect(oracle.multi_level_cascade, q, cache, *lists, **options)
+        yield _compare(f"cascade wrapper {options}, replay {step}", (out, lse), expected)
 
 
 def _gather_graph() -> Iterator[Outcome]:
@@ -250,10 +386,49 @@ def few_cases(_: argparse.Namespace) -> Iterator[Outcome]:
         chosen = [case for case in cases if case.q_dtype != "float64"][:: max(1, len(cases) // 4)]
         for case in chosen:
             yield _outcome(case, family)
+    yield from _few_strided()
+
+
+def _few_strided() -> Iterator[Outcome]:
+    """Gather, prefill, merge and append on views whose rows start at odd addresses, with NaN in every gap."""
+    rng = np.random.default_rng(11)
+
+    def normal(*shape: int, dtype: Any = np.float16) -> np.ndarray:
+        return testing.spread(rng.standard_normal(shape).astype(np.float32).astype(dtype), rng)
+
+    k, v = normal(9, 16, 2, 64), normal(9, 16, 2, 64)
+    table, lens, offsets = rng.permutation(9)[:8].reshape(2, 4).astype(np.int32), np.array([61, 30]), [0, 40, 53]
+    host = nbattn.PagedKV.from_block_table(k, v, table, lens)
+    device = nbattn.PagedKV.from_block_table(testing.to_cupy(k), testing.to_cupy(v), testing.to_cupy(table), lens)
+    q, rows = normal(53, 8, 64), np.array(offsets, np.int32)
+    lists, counts = rng.integers(-1, 64, (53, 21)).astype(np.int32), rng.integers(0, 22, 53).astype(np.int32)
+    actual = nbattn.paged_attention(testing.to_cupy(q), device, rows, return_lse=True)
+    yield _compare("prefill, odd strides", actual, testing.expect(oracle.paged_attention, q, host, rows))
+    moved = [testing.to_cupy(x) for x in (q, lists, counts)]
+    actual = nbattn.gather_attention(moved[0], device, *moved[1:], rows, return_lse=True)
+    yield _compare("gather, odd strides", actual, testing.expect(oracle.gather_attention, q, host, lists, counts, rows))
+    states = [normal(5, 3, 72), normal(5, 3, dtype=np.float32), normal(5, 3, 72), normal(5, 3, dtype=np.float32)]
+    actual = nbattn.merge_state(*(testing.to_cupy(x) for x in states))
+    yield _compare("merge_state, odd strides", actual, testing.expect(oracle.merge_state, *states))
+    key, value = normal(3, 2, 64), normal(3, 2, 64)
+    places = np.array([0, 1, 0], np.int32), np.array([60, 29, 3], np.int32)
+    pages = table[[0, 0, 1, 1], [0, 3, 0, 1]]  # request 0 owns two pages here, request 1 the others
+    arrays = pages, np.array([0, 2, 4], np.int32), np.array([16, 16], np.int32)
+    places[1][:] = 17, 29, 3
+    moved_cache = testing.to_cupy(k), testing.to_cupy(v)
+    nbattn.append_paged_kv_cache(
+        *(testing.to_cupy(x) for x in (key, value, *places)), moved_cache, *(testing.to_cupy(x) for x in arrays)
+    )
+    nbattn.append_paged_kv_cache(key, value, *places, (k, v), *arrays)
+    same = all(np.array_equal(x.get(), y) for x, y in zip(moved_cache, (k, v), strict=True))
+    yield {"name": "append, odd strides", "passed": same, "share": 0.0, "detail": "" if same else "bytes differ"}
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Outcome]]] = {
     "table": table_cases,
+    "small_inputs": small_inputs,
+    "append": append,
+    "readme": readme,
     "random": random_cases,
     "offsets": large_offsets,
     "graphs": graphs,
@@ -262,7 +437,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Outcome]]] = {
     "sanitizer": sanitizer,
     "few": few_cases,
 }
-DEFAULT_PARTS = "table,offsets,graphs,streams,repeats,random,sanitizer"
+DEFAULT_PARTS = "table,small_inputs,append,readme,offsets,graphs,streams,repeats,random,sanitizer"
 
 
 def environment() -> Outcome:
@@ -331,14 +506,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="seed of the random cases")
     parser.add_argument("--repeats", type=int, default=100, help="repeats of the bitwise comparison")
     parser.add_argument("--parts", default=DEFAULT_PARTS, help=f"comma-separated, of {', '.join(PARTS)}")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="parts that run at once (default 1)")
     parser.add_argument("--here", action="store_true", help="run the parts in this process")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record")
     options = parser.parse_args()
     passed_on = ["--random", str(options.random), "--seed", str(options.seed), "--repeats", str(options.repeats)]
     record: Outcome = {"environment": environment(), "parts": {}}
     failures = 0
-    for name in options.parts.split(","):
-        part = run_part(name, options) if options.here else in_own_process(name, passed_on)
+    names = options.parts.split(",")
+    if options.here:
+        parts = (run_part(name, options) for name in names)
+    else:
+        parts = ThreadPoolExecutor(options.jobs).map(lambda name: in_own_process(name, passed_on), names)
+    for name, part in zip(names, parts, strict=True):
         record["parts"][name] = part
         failures += part["failed"]
         for x in part["failures"][:5]:

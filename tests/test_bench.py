@@ -48,7 +48,7 @@ def test_records_say_where_they_come_from(run):
     _, _, records = run
     assert records[0]["kind"] == "environment"
     assert {"date", "command", "device", "versions", "settings", "target"} <= set(records[0])
-    assert {r["name"] for r in records if r["kind"] == "host"} >= {"planned decode of 1", "decode of 64"}
+    assert {r["name"] for r in records if r["kind"] == "host"} >= {"planned decode of 1", "decode of 64, a layer"}
 
 
 def test_report_ends_with_the_table_of_ratios(run):

@@ -220,13 +220,17 @@ def test_r12_empty_suffixes_under_a_shared_prefix(split_size):
     assert_close(lse.ravel(), np.log2([4, 6, 4]), budget=1e-6)
 
 
-def test_r13_an_lse_in_float64_is_updated_and_one_in_float16_is_refused():
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_r13_an_lse_is_updated_in_its_own_dtype(dtype):
     (v, s), (v_b, s_b) = state(0, 0), state(1, math.log2(3))
-    s, s_b = s.astype(np.float64), s_b.astype(np.float64)
+    s, s_b = s.astype(dtype), s_b.astype(dtype)
     nbattn.merge_state_in_place(v, s, v_b, s_b)
     assert s.item() == pytest.approx(2, abs=3e-7)
     assert v.max() == pytest.approx(0.75)
-    v, s = state(0, 0)
+
+
+def test_r13_an_lse_in_float16_is_refused():
+    (v, s), (v_b, _) = state(0, 0), state(1, math.log2(3))
     half = s.astype(np.float16)
     with pytest.raises(ContractError, match=r"^s: must be float32 or float64, got float16"):
         nbattn.merge_state_in_place(v, half, v_b, half)

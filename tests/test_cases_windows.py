@@ -42,9 +42,9 @@ def test_w3_keys_before_the_window_may_hold_anything(path):
     for x, y in zip(clean, dirty, strict=True):
         x[: 68 - 9], y[: 68 - 9] = 0, np.nan  # row 0 stands at 68
     problem = [Handmade([pair], q, (2,), {"window_left": 9}) for pair in (clean, dirty)]
-    for got, want in zip(path(problem[1]), path(problem[0]), strict=True):
-        np.testing.assert_array_equal(got, want)
-        assert np.isfinite(got).all()
+    out, lse = path(problem[1])
+    assert np.isfinite(out).all()
+    assert_close((out, lse), path(problem[0]))
 
 
 @every_path

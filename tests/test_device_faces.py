@@ -58,6 +58,9 @@ class Target(SimpleNamespace):
     def tiling(self, levels, num_qo_heads, split_size, max_kv_len=None):
         return Tiling((1,) * len(levels), 1)
 
+    def lane(self):
+        return 0
+
     def run_paged(self, problem, plan):
         self.problem, self.plan = problem, plan
 

@@ -27,6 +27,15 @@ def test_far_positions_are_refused(problem, name, far):
     assert (out == 7).all()
 
 
+@pytest.mark.parametrize("name", ["window_left", "chunk_size", "split_size"])
+def test_a_size_that_no_int32_holds_is_the_largest(problem, name):
+    q, kv = problem
+    for size in (2**31, 2**70):
+        plan = nbattn.plan(kv, num_qo_heads=2, **{name: size})
+        got = nbattn.paged_attention(q, kv, plan=plan, **{name: size})
+        np.testing.assert_array_equal(got, nbattn.paged_attention(q, kv))
+
+
 @pytest.mark.parametrize("options", [{}, {"window_left": 2}, {"chunk_size": 5}])
 @pytest.mark.parametrize("name", ["q_positions", "kv_start"])
 def test_the_farthest_positions_are_right(problem, name, options):

@@ -1,5 +1,9 @@
 """A planned call that comes again is computed from what its arrays hold now, and is refused like the first."""
 
+import gc
+import weakref
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -15,6 +19,11 @@ Q = rng.normal(size=(3, ROWS, HEADS, DIM)).astype(np.float32)
 
 def cache(layer=0, lens=(9, 8)):
     return PagedKV.from_slots(K[layer], K[layer], np.array(lens))
+
+
+def fresh(kv):
+    """Return the same without any plan that its table keeps."""
+    return PagedKV(kv.k, kv.v, replace(kv.table), kv.kv_layout)
 
 
 def planned(kv, **options):
@@ -48,7 +57,7 @@ def test_options_are_read_anew(name, in_place):
             value = make()
         options = {name: value, "return_lse": True}
         got = nbattn.paged_attention(Q[0], kv, OFFSETS, plan=plan, **options)
-        same(got, nbattn.paged_attention(Q[0], kv, OFFSETS, split_size=4, **options))
+        same(got, nbattn.paged_attention(Q[0], fresh(kv), OFFSETS, split_size=4, **options))
         results.append(got[0])
     assert not np.array_equal(results[0], results[1])
     assert not np.array_equal(results[1], results[2])
@@ -61,7 +70,7 @@ def test_positions_belong_to_the_plan(name):
     plan = planned(kv, window_left=2, **{name: values})
     options = {"window_left": 2, "return_lse": True, name: values}
     first = nbattn.paged_attention(Q[0], kv, OFFSETS, plan=plan, **options)
-    same(first, nbattn.paged_attention(Q[0], kv, OFFSETS, split_size=4, **options))
+    same(first, nbattn.paged_attention(Q[0], fresh(kv), OFFSETS, split_size=4, **options))
     same(nbattn.paged_attention(Q[0], kv, OFFSETS, plan=plan, **options), first)
 
 
@@ -72,7 +81,7 @@ def test_numbers_are_read_anew():
                     {"logits_soft_cap": 1.0}, {"rope": nbattn.Rope(10.0)}, {"out_dtype": "float16"}, {}):  # fmt: skip
         for q in Q:
             got = nbattn.paged_attention(q, kv, OFFSETS, plan=plan, return_lse=True, **options)
-            same(got, nbattn.paged_attention(q, kv, OFFSETS, split_size=4, return_lse=True, **options))
+            same(got, nbattn.paged_attention(q, fresh(kv), OFFSETS, split_size=4, return_lse=True, **options))
 
 
 def test_layers_and_strides_may_change():
@@ -90,7 +99,7 @@ def test_layers_and_strides_may_change():
         spread[::2] = Q[1]
         for q in (Q[0], Q[1], spread[::2]):
             got = nbattn.paged_attention(q, kv, OFFSETS, plan=plan, return_lse=True)
-            same(got, nbattn.paged_attention(q, kv, OFFSETS, split_size=4, return_lse=True))
+            same(got, nbattn.paged_attention(q, fresh(kv), OFFSETS, split_size=4, return_lse=True))
 
 
 def test_results_go_where_they_are_given():
@@ -191,7 +200,7 @@ def test_an_updated_plan_forgets_the_calls_before():
         nbattn.paged_attention(Q[0], kv, OFFSETS, plan=plan)
     for _ in range(2):
         got = nbattn.paged_attention(Q[0], later, OFFSETS, plan=plan, return_lse=True)
-        same(got, nbattn.paged_attention(Q[0], later, OFFSETS, split_size=4, return_lse=True))
+        same(got, nbattn.paged_attention(Q[0], fresh(later), OFFSETS, split_size=4, return_lse=True))
 
 
 def test_one_plan_in_many_threads():
@@ -199,7 +208,7 @@ def test_one_plan_in_many_threads():
 
     kv = cache()
     plan = planned(kv)
-    want = [nbattn.paged_attention(q, kv, OFFSETS, split_size=4, sinks=q[0, :, 0]) for q in Q]
+    want = [nbattn.paged_attention(q, fresh(kv), OFFSETS, split_size=4, sinks=q[0, :, 0]) for q in Q]
 
     def work(i):
         q = Q[i % 3]
@@ -207,3 +216,60 @@ def test_one_plan_in_many_threads():
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(400)))
+
+
+def kept(kv):
+    return [plan for _, plan in kv.table.kept]
+
+
+def test_layers_share_the_plan_of_a_call_without_one():
+    kv, plans = cache(), []
+    for layer in range(3):
+        same(
+            nbattn.paged_attention(Q[layer], kv.with_pages(K[layer], K[layer]), OFFSETS, return_lse=True),
+            nbattn.paged_attention(Q[layer], cache(layer), OFFSETS, return_lse=True),
+        )
+        plans += kept(kv)
+    assert plans == [plans[0]] * 3
+
+
+def test_calls_of_other_rules_rows_or_threads_make_plans_of_their_own():
+    kv = cache()
+    others = [{}, {"window_left": 3}, {"split_size": 2}, {"causal": False}, {"offsets": np.array([0, 2, 5])}]
+    for count, options in enumerate([*others, *others], start=1):
+        options = dict(options)
+        offsets = options.pop("offsets", OFFSETS)
+        got = nbattn.paged_attention(Q[0], kv, offsets, return_lse=True, **options)
+        same(got, nbattn.paged_attention(Q[0], fresh(kv), offsets, return_lse=True, **options))
+        assert len(kept(kv)) == min(count, 4)
+    before = kept(kv)
+    nbattn.set_num_threads(nbattn.get_num_threads() + 1)
+    try:
+        nbattn.paged_attention(Q[0], kv, OFFSETS, causal=False)
+    finally:
+        nbattn.set_num_threads(None)
+    assert kept(kv)[-1] not in before
+
+
+def test_positions_make_a_plan_that_nobody_keeps():
+    kv = cache()
+    for start in ([0, 0], [3, 5]):
+        given = {"kv_start": np.array(start, np.int32), "window_left": 2, "return_lse": True}
+        same(
+            nbattn.paged_attention(Q[0], kv, OFFSETS, **given), nbattn.paged_attention(Q[0], cache(), OFFSETS, **given)
+        )
+    assert kept(kv) == []
+
+
+def test_a_plan_goes_with_its_table():
+    gc.collect()
+    gc.disable()
+    try:
+        kv = cache()
+        nbattn.paged_attention(Q[0], kv, OFFSETS)
+        plan = weakref.ref(kept(kv)[0])
+        assert plan().last_call is not None
+        del kv
+        assert plan() is None
+    finally:
+        gc.enable()

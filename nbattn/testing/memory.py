@@ -41,13 +41,25 @@ def spread(array: np.ndarray, rng: Rng) -> np.ndarray:
     return view
 
 
+def owner_of(array: np.ndarray) -> np.ndarray:
+    """Return the array whose memory a view looks into: the last one of its chain of bases."""
+    owner, node = array, array.base
+    while node is not None:
+        if isinstance(node, np.ndarray):
+            owner = node
+        node = getattr(node, "base", None)
+    return owner
+
+
+def byte_offset(array: np.ndarray, owner: np.ndarray) -> int:
+    """Return where the first element of a view stands in its owner's memory."""
+    return array.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
+
+
 def to_cupy(array: np.ndarray) -> Any:
     """Copy an array to the GPU together with the memory around it, so that strides, gaps and poison stay."""
     import cupy
 
-    owner = array
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    offset = array.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
-    memory = cupy.asarray(np.ascontiguousarray(owner).reshape(-1).view(np.uint8)) if owner.size else cupy.empty(1, "u1")
-    return cupy.ndarray(array.shape, array.dtype, memory.data + offset, array.strides)
+    owner = owner_of(array)
+    memory = cupy.asarray(owner.ravel(order="K").view(np.uint8)) if owner.size else cupy.empty(1, "u1")
+    return cupy.ndarray(array.shape, array.dtype, memory.data + byte_offset(array, owner), array.strides)

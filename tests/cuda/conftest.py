@@ -27,7 +27,11 @@ def lent(monkeypatch):
     device = LentDevice()
     monkeypatch.setattr(target, "current_device", lambda: device)
     kernels = SimpleNamespace(
-        tiling=target.tiling, run_paged=target.run_paged, run_gather=target.run_gather, run_merge=target.run_merge
+        lane=target.lane,
+        tiling=target.tiling,
+        run_paged=target.run_paged,
+        run_gather=target.run_gather,
+        run_merge=target.run_merge,
     )
     for module in (nbattn.engine, nbattn.gather, nbattn.merging):
         monkeypatch.setattr(module, "backend", lambda name: kernels)

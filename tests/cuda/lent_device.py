@@ -16,7 +16,7 @@ class LentDevice:
     """Stands in for `nbattn.cuda_kernels.device.Device`; kernels may touch the arrays it has met and no others."""
 
     def __init__(self) -> None:
-        self.multiprocessors, self.largest_cluster = 1, 16
+        self.number, self.multiprocessors, self.largest_cluster = 0, 1, 16
         self.arrays: dict[int, np.ndarray] = {}
         self.launched: list[tuple[str, dict]] = []
 

@@ -9,6 +9,8 @@ from small_problems import numbers, poisoned_cache
 import nbattn
 from nbattn import oracle, testing
 from nbattn.cuda_kernels import append_kv, calls, shapes
+from nbattn.paged import attend
+from nbattn.problem import Preparation
 
 GATHERS = [
     # kv_lens, width, counts, q dtype, cache dtype, (qo, kv) heads, (qk, vo) sizes, split
@@ -109,7 +111,7 @@ def test_prepare_query(interleaved, rope_dim, lent):
     q = numbers(rng, (4, 6, 40), "float16")
     gain, eps = rng.random(40).astype(np.float32), 1e-3
     k_scale = rng.random((2, 40)).astype(np.float32)
-    positions = np.array([5, 2, 6, -1], np.int32)
+    positions = np.array([5, 2, 6, 4], np.int32)
     angle = rng.random((5, max(rope_dim // 2, 1))).astype(np.float32)  # planes of positions 2 ... 6
     planes = (np.cos(angle), np.sin(angle)) if rope_dim else None
     out = np.full(q.shape, np.nan, np.float32)
@@ -122,16 +124,34 @@ def test_prepare_query(interleaved, rope_dim, lent):
     if rope_dim:
         first = slice(0, rope_dim, 2) if interleaved else slice(0, rope_dim // 2)
         second = slice(1, rope_dim, 2) if interleaved else slice(rope_dim // 2, rope_dim)
-        for row in range(3):  # the last row stands before the first key
+        for row in range(4):
             c, s = np.cos(angle[positions[row] - 2]), np.sin(angle[positions[row] - 2])
             a, b = x[row, :, first].copy(), x[row, :, second].copy()
             x[row, :, first], x[row, :, second] = a * c - b * s, a * s + b * c
     np.testing.assert_allclose(out, x * np.repeat(k_scale, 3, 0), rtol=2e-6, atol=2e-6)
     if rope_dim:
-        positions[:] = 6, 7, 1, -3  # the planes are of 2 ... 6; a negative position keeps no key
+        positions[:] = 6, 7, 1, -3  # the planes are of 2 ... 6
         calls.run_prepare(lent, q, out, 4, 3, planes=planes, positions=lent.address(positions), origin=2)
-        assert (np.isnan(out).all((1, 2)) == [False, True, True, False]).all()
-        assert np.isfinite(out[[0, 3]]).all()
+        assert (np.isnan(out).all((1, 2)) == [False, True, True, True]).all()
+        assert np.isfinite(out[0]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("group", [1, 24])
+def test_a_position_before_the_planes_shows_where_a_row_keeps_keys(dtype, group, lent):
+    """Negative rotary positions that the host does not see: row 0 of three stands before the first of two keys."""
+    rng = np.random.default_rng(5)
+    k, v, q = (numbers(rng, shape, dtype) for shape in ((1, 4, 1, 16), (1, 4, 1, 16), (3, group, 16)))
+    kv = nbattn.PagedKV.from_slots(k, v, np.array([2], np.int32))
+    angle = rng.random((4, 8)).astype(np.float32)
+    prepare = Preparation(np.cos(angle), np.sin(angle), np.array([-1, -2, 3], np.int32))
+    out, lse = attend(q, [nbattn.Level(kv, np.array([0, 3]), True)], prepare=prepare, return_lse=True)
+    assert (out[0] == 0).all()
+    assert (lse[0] == -np.inf).all()
+    assert np.isnan(out[1]).all()
+    assert np.isnan(lse[1]).all()
+    assert np.isfinite(out[2]).all()
+    assert lent.launched[0][0] == "prepare_query"
 
 
 @pytest.mark.parametrize(("dtype", "dims"), [("bfloat16", (64, 32)), ("float8_e4m3fn", (5, 6)), ("float32", (3, 3))])

@@ -211,3 +211,28 @@ def test_rows_outside_the_offsets_stay_untouched(lent):
     nbattn.paged_attention(q, kv, np.array([0, 2], np.int32), out=out, lse=lse)
     assert ((out == 7).all((1, 2)) == [False, False, True]).all()
     assert ((lse == 7).all(1) == [False, False, True]).all()
+
+
+@pytest.mark.parametrize("name", ["window_left", "chunk_size", "split_size"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_size_that_no_int32_holds_is_the_largest(name, dtype, lent):
+    rng = np.random.default_rng(6)
+    kv, q = poisoned_cache(rng, [9, 5], dtype=dtype), numbers(rng, (3, 4, 64), dtype)
+    offsets = np.array([0, 2, 3], np.int32)
+    want = nbattn.paged_attention(q, kv, offsets, split_size=1000, return_lse=True)
+    for size in (2**31 - 1, 2**31, 2**32 + 1, 2**70):
+        options = {"split_size": 1000, name: size}
+        plan = nbattn.plan(kv, offsets, num_qo_heads=4, **options)
+        for given in ({}, {"plan": plan}):
+            got = nbattn.paged_attention(q, kv, offsets, return_lse=True, **options, **given)
+            for x, y in zip(got, want, strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
+def test_gather_takes_any_split_size(lent):
+    rng = np.random.default_rng(7)
+    kv, q = poisoned_cache(rng, [9], dtype="float32"), numbers(rng, (1, 4, 64), "float32")
+    lists, counts = np.arange(9, dtype=np.int32)[None], np.array([9], np.int32)
+    want = nbattn.gather_attention(q, kv, lists, counts, split_size=1000)
+    for size in (2**31 - 1, 2**70):
+        np.testing.assert_array_equal(nbattn.gather_attention(q, kv, lists, counts, split_size=size), want)

@@ -10,6 +10,7 @@ from small_problems import numbers, poisoned_cache
 
 import nbattn
 from nbattn import ContractError, oracle, testing
+from nbattn.cuda_kernels import target
 
 HEADS, DIM = 4, 64
 LENGTHS = [20, 9]
@@ -91,6 +92,29 @@ def test_other_forms_go_through_the_contract(problem, lent):
     half = q.astype(np.float16)
     with pytest.raises(ContractError, match="k, v: must have q's dtype float16"):
         nbattn.paged_attention(half, kv, plan=plan, out=out)
+
+
+def test_a_graph_that_rotates_is_replayed_where_it_holds_angles(lent, monkeypatch):
+    rng = np.random.default_rng(4)
+    k, v = rng.standard_normal((2, 1, 300, 1, 8)).astype(np.float32)
+    q = rng.standard_normal((1, 1, 8)).astype(np.float32)
+    short, long = (nbattn.PagedKV.from_slots(k, v, np.array([n], np.int32)) for n in (5, 300))
+    monkeypatch.setattr(lent, "capturing", lambda: True)
+    monkeypatch.setattr(target, "POSITIONS_AHEAD", 512)
+    ahead, rope = nbattn.plan(short, num_qo_heads=1, max_kv_len=300), nbattn.Rope(7e3)
+    agrees(nbattn.paged_attention(q, short, plan=ahead, rope=rope, return_lse=True), q, short, rope=oracle.Rope(7e3))
+    _, cos, _ = ahead.on_target.planes_in_graphs[0]
+    ahead.update(long)
+    agrees(nbattn.paged_attention(q, long, plan=ahead, rope=rope, return_lse=True), q, long, rope=oracle.Rope(7e3))
+    assert ahead.on_target.planes_in_graphs[1][1] is cos  # what a replay reads
+    monkeypatch.setattr(target, "POSITIONS_AHEAD", 8)
+    plan, rope = nbattn.plan(short, num_qo_heads=1, max_kv_len=300), nbattn.Rope(8e3)
+    first = nbattn.paged_attention(q, short, plan=plan, rope=rope)
+    with pytest.raises(
+        ContractError, match=r"^Plan.update: a captured graph rotates positions 0 to 255, got 0 to 299\."
+    ):
+        plan.update(long)
+    np.testing.assert_array_equal(nbattn.paged_attention(q, short, plan=plan, rope=rope), first)
 
 
 REFUSED = [
