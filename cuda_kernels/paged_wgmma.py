@@ -44,7 +44,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     KEYS = wgmma_keys(head_dim, full)
     FETCHED, WORDS, ALL = KEYS // WARPS, KEYS // 32, (1 << 32) - 1
     store_bits = ptx.shared_store_u16 if FETCHED == 16 else ptx.shared_store_u8
-    tile = make_tile(cache, head_dim, KEYS, FETCHED, 1, PREFILL_ROWS)
+    tile = make_tile(cache, head_dim, KEYS, FETCHED, panel_rows=PREFILL_ROWS)
     TILE, PITCH = KEYS * tile.K_ROW, 4 * head_dim + 32
     K_RING = PREFILL_ROWS * tile.K_ROW
     V_RING = K_RING + STAGES * TILE
