@@ -32,7 +32,7 @@ from nbattn.cuda_kernels.rows import (
     make_score_tile,
     work_field,
 )
-from nbattn.cuda_kernels.shapes import PREFILL_ROWS, WGMMA_TURNS, wgmma_keys
+from nbattn.cuda_kernels.shapes import PREFILL_ROWS, wgmma_keys
 from nbattn.cuda_kernels.tile import look_up, make_tile
 
 WARPS, ROWS, LANE_ROWS = PREFILL_ROWS // 16, 16, 2  # of a block, of a warp, of a lane
@@ -49,7 +49,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     K_RING = PREFILL_ROWS * tile.K_ROW
     V_RING = K_RING + STAGES * TILE
     BITS = max(V_RING + STAGES * TILE, PREFILL_ROWS * PITCH)  # accumulators take the place of q, K and V
-    ENDS = BITS + 4 * 4 * WORDS  # of four tiles: a warpgroup may be one behind
+    ENDS = BITS + 4 * 4 * WORDS  # of four tiles: three are in use
     PARTIALS = ENDS + 4 * WARPS
     LIMITS = PARTIALS + PREFILL_ROWS * 8
     SCRATCH = LIMITS + PREFILL_ROWS * LIMITS_BYTES
@@ -133,14 +133,10 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         look_ahead(ahead, table)
 
     @register_jitable
-    def change_places(has_brought, dropped):
-        """Wait for the other warpgroup; return whether a thread has `dropped` a key whose value is there.
-
-        All threads' copies are there behind the barrier before which they are waited for.
-        """
-        if has_brought:
-            wait_for_copies()
-            publish_writes()
+    def meet(dropped):
+        """Wait for all threads' copies; return whether a thread has `dropped` a key whose value is there."""
+        wait_for_copies()
+        publish_writes()
         return any_of_block(dropped) != int32(0)
 
     @register_jitable
@@ -155,14 +151,11 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         return True
 
     @register_jitable
-    def begin_products(s, p, o, sides, j, taken):
-        """Start ``s = q @ k.T`` of tile j + 1, and ``o += p @ v`` of tile j unless it is `taken` in."""
+    def begin_products(s, p, o, sides, j):
+        """Start ``s = q @ k.T`` of tile j + 1 and ``o += p @ v`` of tile j."""
         this, other = int64((j & int32(1)) * int32(TILE >> 4)), int64((j + int32(1) & int32(1)) * int32(TILE >> 4))
-        if taken:
-            multiply_keys(s, sides.query, sides.keys + other)
-        else:
-            multiply_keys(s, sides.query, sides.keys + other)
-            multiply_values(o, p, sides.values + this)
+        multiply_keys(s, sides.query, sides.keys + other)
+        multiply_values(o, p, sides.values + this)
 
     @register_jitable
     def first_weights(s, p, m, d_sum, key0, sides, lane, limits, all_low, all_high, key_position, rules):
@@ -195,7 +188,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         ptx.sync_block()
 
     @register_jitable
-    def run_in_phase(
+    def take_in(
         s, p, o, m, d_sum, key0, key_end, sides, ahead, k_place, bits_place, v_place, scratch, warp, lane, limits,
         all_low, all_high, key_position, table, pages, rules,
     ):  # fmt: skip
@@ -204,11 +197,11 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         dropped = first_weights(s, p, m, d_sum, key0, sides, lane, limits, all_low, all_high, key_position, rules)
         while int32(key0 + int32(KEYS)) < key_end:
             lane = ptx.from_lane_i32(lane, lane)  # or all that follows from it would stay in registers, and spill
-            taken = change_places(True, dropped)
+            taken = meet(dropped)
             v_tile = sides.v_tiles + (j & int32(1)) * int32(TILE)
             if taken and take_nonfinite(s, p, o, v_tile, scratch, warp, lane):
                 clear(v_tile, warp, lane)
-            begin_products(s, p, o, sides, j, False)
+            begin_products(s, p, o, sides, j)
             bring(j, ahead, k_place, bits_place, v_place, lane, table, pages)
             key0, j = int32(key0 + int32(KEYS)), int32(j + int32(1))
             wait_for_scores()
@@ -223,56 +216,10 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
                 rescale(o, alphas)
             pack_weights(s, p)
             keep_rolled()
-        taken = change_places(True, dropped)
+        taken = meet(dropped)
         if taken:
             taken = take_nonfinite(s, p, o, sides.v_tiles + (j & int32(1)) * int32(TILE), scratch, warp, lane)
         last_values(s, p, o, sides, j, taken)
-
-    @register_jitable
-    def run_in_turns(
-        s, p, o, m, d_sum, key0, key_end, sides, ahead, k_place, bits_place, v_place, scratch, warp, lane, limits,
-        all_low, all_high, key_position, table, pages, rules,
-    ):  # fmt: skip
-        """Take in all tiles: while one warpgroup multiplies, the other turns its products into weights.
-
-        Two barriers a tile keep them so. All that both need lies ready, and is free again, from every second barrier
-        on, where the first warpgroup begins to multiply: there all threads bring the tile after the next.
-        """
-        alphas, j, leads = cuda.local.array(LANE_ROWS, types.float32), int32(0), warp < int32(4)
-        dropped = first_weights(s, p, m, d_sum, key0, sides, lane, limits, all_low, all_high, key_position, rules)
-        if not leads:  # one barrier behind from here on
-            change_places(True, int32(0))
-            bring(j, ahead, k_place, bits_place, v_place, lane, table, pages)
-        while int32(key0 + int32(KEYS)) < key_end:
-            lane = ptx.from_lane_i32(lane, lane)
-            taken = change_places(leads, dropped)
-            if leads:
-                bring(j, ahead, k_place, bits_place, v_place, lane, table, pages)
-            if taken:
-                taken = take_nonfinite(s, p, o, sides.v_tiles + (j & int32(1)) * int32(TILE), scratch, warp, lane)
-            begin_products(s, p, o, sides, j, taken)
-            wait_for_products()
-            hold_scores(s)
-            hold_sums(o)
-            key0, j = int32(key0 + int32(KEYS)), int32(j + int32(1))
-            change_places(not leads, int32(0))
-            if not leads:
-                bring(j, ahead, k_place, bits_place, v_place, lane, table, pages)
-            bits = sides.bits + (j & int32(3)) * int32(4 * WORDS)
-            rises, dropped = give_weights(s, m, d_sum, alphas, bits, key0, limits, lane, all_low, all_high,
-                                          key_position, rules)  # fmt: skip
-            if rises:
-                rescale(o, alphas)
-            pack_weights(s, p)
-            keep_rolled()
-        taken = change_places(leads, dropped)
-        if taken:
-            taken = take_nonfinite(s, p, o, sides.v_tiles + (j & int32(1)) * int32(TILE), scratch, warp, lane)
-        last_values(s, p, o, sides, j, taken)
-        if leads:
-            change_places(False, int32(0))
-
-    run = run_in_turns if WGMMA_TURNS else run_in_phase
 
     def paged_wgmma(
         work, row_position, row_request, row_index, beside, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v,
@@ -345,8 +292,8 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         k_at = int64(KEYS_BITS) + int64((shared + int32(K_RING)) >> int32(4))
         v_at = int64(VALUES_BITS) + int64((shared + int32(V_RING)) >> int32(4))
         sides = Sides(q_at, k_at, v_at, shared + int32(V_RING), shared + int32(BITS))
-        run(s, p, o, m, d_sum, key0, key_end, sides, ahead, k_place, bits_place, v_place, scratch, warp, lane, limits,
-            all_low, all_high, key_position, table, pages, rules)  # fmt: skip
+        take_in(s, p, o, m, d_sum, key0, key_end, sides, ahead, k_place, bits_place, v_place, scratch, warp, lane,
+                limits, all_low, all_high, key_position, table, pages, rules)  # fmt: skip
         partials, state = shared + int32(PARTIALS) + warp * int32(ROWS * 8), work_field(work, item, STATE)
         finish(o, m, d_sum, shared + warp * int32(ROWS * PITCH), partials, state, row_begin, first_pair, pairs, lane,
                kv_head, group_size, result)  # fmt: skip

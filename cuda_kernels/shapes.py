@@ -14,7 +14,6 @@ LARGEST_CLUSTERED_HEAD = 128
 CLUSTERED_BYTES = 1 << 16  # of K and V for each block; with more, a cluster's uneven places cost more than a merge
 TWO_BLOCKS_BYTES = 80 * 1024  # of shared memory, which a third block finds no room for
 MANY_BLOCKS = 7  # of a multiprocessor, one after another
-WGMMA_TURNS = False  # whether warpgroups multiply in turns, or all at once: see paged_wgmma
 PLAIN_WARPS, PLAIN_BLOCKS = 4, 4  # of a block, of a multiprocessor
 MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS = 256, 8, 8  # see merge_states
 PAIR_THREADS, PAIR_TASKS = 128, 1  # see merge_pair

@@ -119,21 +119,6 @@ def test_warpgroups_match_the_oracle(case, lent):
     test_matches_the_oracle(case, lent)
 
 
-@pytest.mark.parametrize("case", [HOPPER[0], HOPPER[5]], ids=str)
-def test_warpgroups_may_take_turns(case, lent, monkeypatch):
-    from nbattn.cuda_kernels import paged_wgmma
-
-    monkeypatch.setattr(paged_wgmma, "WGMMA_TURNS", not paged_wgmma.WGMMA_TURNS)
-    test_warpgroups_match_the_oracle(case, lent)
-
-
-def test_a_nan_in_turns(lent, monkeypatch):
-    from nbattn.cuda_kernels import paged_wgmma
-
-    monkeypatch.setattr(paged_wgmma, "WGMMA_TURNS", not paged_wgmma.WGMMA_TURNS)
-    test_a_nan_reaches_only_the_rows_that_keep_it("bfloat16", "bfloat16", (9, 0), lent)
-
-
 @pytest.mark.parametrize("case", TILES + PLAIN, ids=str)
 def test_matches_the_oracle(case, lent):
     q, kv, indptr, options = build(case)
