@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from nbattn.cpu_ref.paged_attention import paged_worker
 from nbattn.cpu_ref.prepare_query import ROWS_PER_TASK as PREPARED_PER_TASK
 from nbattn.cpu_ref.prepare_query import prepare_worker
 from nbattn.cpu_ref.problem import MASK_BOOL, Output, Queries, Rules, States
-from nbattn.cpu_ref.tags import CACHE_KINDS, FULL, PLAIN
+from nbattn.cpu_ref.tags import CACHE_KINDS, FEW, FULL, MANY, PLAIN, Tag
 from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan, Tiling
 from nbattn.problem import Level, Preparation, Problem
@@ -25,7 +25,7 @@ from nbattn.threads import get_num_threads
 from nbattn.work_list import KEY_BEGIN, KEY_END, ROW_BEGIN, ROW_END, WorkList, build_gather_work
 
 FEW_ROWS = 16  # packed rows of a KV head up to which a task takes all heads, so that tokens are read in order
-MANY_ROWS = 128  # packed rows of a task with one head: its accumulators and queries stay in L2
+MANY_ROWS = 192  # packed rows of a task with one head: its accumulators and queries stay in L2
 SERIAL_NANOSECONDS = 60_000  # work below it is done before a second thread has started
 K_ADDRESS, V_ADDRESS = 0, 4  # in a row of the kernels' table of levels
 READ_RATE, DOT_RATE = 16.0, 50.0  # bytes and multiply-adds per nanosecond of one thread, roughly
@@ -39,15 +39,32 @@ def tiling(levels: tuple[Level, ...], num_qo_heads: int) -> Tiling:
     return Tiling(max(1, tokens), get_num_threads())
 
 
+class Tasks(NamedTuple):
+    """Tasks of one kind.
+
+    Attributes
+    ----------
+    tile : Tag
+        `FEW` or `MANY` packed rows.
+    tasks : int32 array, shape [num_tasks, 3]
+        Work item, first KV head, KV heads.
+    max_rows, max_heads : int
+        Most packed rows and most KV heads of a task.
+    """
+
+    tile: Tag
+    tasks: np.ndarray
+    max_rows: int
+    max_heads: int
+
+
 class TaskList:
     """A plan's work items as tasks of the worker team: each with all KV heads if its rows are few, else with one.
 
     Attributes
     ----------
-    tasks : int32 array, shape [num_tasks, 3]
-        Work item, first KV head, KV heads.
-    max_rows, max_heads : int
-        Most packed rows and most KV heads of a task.
+    kinds : list of Tasks
+        One of each kind that there is, many rows first.
     numbers, dots : int
         Numbers read and multiply-adds of all tasks.
     """
@@ -61,17 +78,19 @@ class TaskList:
         num_kv_heads, work = self.kv.num_kv_heads, plan.work_list.work
         tokens = work[:, ROW_END].astype(np.int64) - work[:, ROW_BEGIN]
         group = self.num_qo_heads // num_kv_heads
-        self.tasks = np.zeros((len(work), 3), np.int32)
-        self.tasks[:, 0], self.tasks[:, 2] = np.arange(len(work)), num_kv_heads
-        self.max_rows, self.max_heads = plan.work_list.max_tokens * group * num_kv_heads, num_kv_heads
+        few = np.arange(len(work))
+        self.kinds = []
         if plan.work_list.max_tokens * group > FEW_ROWS:
-            rows = tokens * group
-            heads = np.where(rows <= FEW_ROWS, num_kv_heads, 1)
-            self.max_rows, self.max_heads = int((rows * heads).max(initial=0)), int(heads.max(initial=1))
-            per_item = num_kv_heads // heads
-            item = np.repeat(np.arange(len(work)), per_item)
-            first = np.arange(len(item)) - np.repeat(np.cumsum(per_item) - per_item, per_item)
-            self.tasks = np.column_stack([item, first, heads[item]]).astype(np.int32)
+            is_few = tokens * group <= FEW_ROWS
+            few, many = np.flatnonzero(is_few), np.flatnonzero(~is_few)
+            if len(many):
+                tasks = np.ones((num_kv_heads, len(many), 3), np.int32)  # tiles of one head read the same keys in turn
+                tasks[:, :, 0], tasks[:, :, 1] = many, np.arange(num_kv_heads)[:, None]
+                self.kinds.append(Tasks(MANY, tasks.reshape(-1, 3), int(tokens[many].max()) * group, 1))
+        if len(few):
+            tasks = np.zeros((len(few), 3), np.int32)
+            tasks[:, 0], tasks[:, 2] = few, num_kv_heads
+            self.kinds.append(Tasks(FEW, tasks, int(tokens[few].max()) * group * num_kv_heads, num_kv_heads))
         keys = work[:, KEY_END].astype(np.int64) - work[:, KEY_BEGIN]
         dims = self.kv.head_dim_qk + self.kv.head_dim_vo
         self.numbers = int(keys.sum()) * num_kv_heads * dims
@@ -110,12 +129,12 @@ class PagedCall:
         levels = self.levels.copy()
         levels[:, K_ADDRESS], levels[:, V_ADDRESS] = pages[::2], pages[1::2]
         kind, rule_tag, number_kind = self.tags
-        tasks = self.tasks
-        if len(tasks.tasks):
+        threads = _threads(self.bytes_read, self.tasks.dots)
+        for tile, tasks, max_rows, max_heads in self.tasks.kinds:
             workers.run(
-                paged_worker, self.tags, len(tasks.tasks), _threads(self.bytes_read, tasks.dots), kind, rule_tag,
-                np.zeros(2, np.int64), number_kind, tasks.tasks, self.work_list.work,
-                levels, tasks.max_rows, tasks.max_heads, Queries(q, *self.queries), output, states, self.rules,
+                paged_worker, (*self.tags, tile), len(tasks), threads, kind, rule_tag,
+                np.zeros(2, np.int64), number_kind, tile, tasks, self.work_list.work,
+                levels, max_rows, max_heads, Queries(q, *self.queries), output, states, self.rules,
             )  # fmt: skip
         _merge_splits(self.work_list, output, states)
         return True

@@ -1,0 +1,197 @@
+"""The steps of a block that differ between tasks of few and of many rows, chosen by the type of a `Tag`.
+
+`FEW` rows of all KV heads read the caches as they lie in memory; `MANY` rows of one head pack keys and values first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba.extending import overload
+
+from nbattn.cpu_ref.blocks import list_coming, number_type, padded, query_operand, score_heads, weigh_values
+from nbattn.cpu_ref.many_rows import (
+    PANEL_KEYS,
+    SPARE_COLUMNS,
+    SPARE_ROWS,
+    panel_constants,
+    score_panels,
+    weigh_panels,
+)
+from nbattn.cpu_ref.number_formats import address_of, itemsize
+from nbattn.cpu_ref.packing import pack_keys, pack_queries
+from nbattn.cpu_ref.rules import rotate_keys
+from nbattn.cpu_ref.tiles import KEYS
+
+
+class FewRows(NamedTuple):
+    """Scratch of a task of few rows."""
+
+    k_coming: np.ndarray  # int64 [max_heads * KEYS]: rows of the next block in the order of memory
+    v_coming: np.ndarray
+    idle: np.ndarray  # int64 [KEYS]: places where a prefetch costs nothing
+    rotated_rows: np.ndarray  # int64 [KEYS]: where rotated keys lie
+    rotated: np.ndarray  # number [max_heads * KEYS, dim], or without rows
+
+
+class ManyRows(NamedTuple):
+    """Scratch of a task of many rows."""
+
+    queries: np.ndarray  # number [rows * dim]: panels of packed queries
+    keys: np.ndarray  # number [PANEL_KEYS, dim]: packed, or rotated
+    values: np.ndarray  # number [dim / width, PANEL_KEYS, width]: panels of packed values
+
+
+def block_shape(tile):
+    """Return (keys of a block, spare rows, spare columns of accumulators)."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(block_shape, inline="always")
+def _block_shape(tile):
+    shape = (KEYS, 4, 0) if tile.tag == "few" else (PANEL_KEYS, SPARE_ROWS, SPARE_COLUMNS)
+    return lambda tile: shape  # four: a tile of four rows may write scores of up to three behind the last
+
+
+def make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
+    """Return the scratch arrays of a worker."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(make_scratch)
+def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
+    def few(tile, kind, q, rotating, max_heads, dim, value_dim):
+        places = np.empty((2 * max_heads + 2) * KEYS, np.int64)
+        idle, rotated_rows, coming = places[:KEYS], places[KEYS : 2 * KEYS], places[2 * KEYS :]
+        rotated = np.empty((max_heads * KEYS if rotating else 0, q.shape[1]), number_type(kind))
+        for j in range(KEYS):
+            idle[j] = address_of(q)
+            rotated_rows[j] = address_of(rotated) + j * rotated.strides[0]
+        middle = max_heads * KEYS
+        return FewRows(coming[:middle], coming[middle:], idle, rotated_rows, rotated)
+
+    def many(tile, kind, q, rotating, max_heads, dim, value_dim):
+        number, width = number_type(kind), panel_constants(kind)[1]
+        return ManyRows(
+            np.zeros(q.shape[0] * q.shape[1], number),
+            np.zeros((PANEL_KEYS, q.shape[1] + SPARE_COLUMNS), number),
+            np.zeros(((value_dim + width - 1) // width, PANEL_KEYS, width), number),
+        )
+
+    return few if tile.tag == "few" else many
+
+
+def prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim):
+    """Bring the first `rows` of `q` into the form that the scores are computed from; return address and stride."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(prepare_rows)
+def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim):
+    def few(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim):
+        return query_operand(kind, q, bits, rows, dim)
+
+    def many(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim):
+        address, stride = query_operand(kind, q, bits, rows, dim)
+        step = panel_constants(kind)[4]
+        pack_queries(kind, address, stride, rows, (dim + step - 1) // step, address_of(scratch.queries))
+        return address, stride
+
+    def many_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim):
+        address, stride = query_operand(kind, q, bits, rows, dim)
+        step = panel_constants(kind)[4]
+        if rotating:  # keys are rotated in the arithmetic type
+            pack_queries(number_kind, address_of(q), q.strides[0], rows, dim, address_of(scratch.queries))
+        else:
+            pack_queries(kind, address, stride, rows, (dim + step - 1) // step, address_of(scratch.queries))
+        return address, stride
+
+    if tile.tag == "few":
+        return few
+    return many if rule_tag.tag == "plain" else many_full
+
+
+def score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, n_next,
+                head_begin, k_head, slot_stride, dim, scale, s, first, end, key, key_position, n):  # fmt: skip
+    """Fill ``s[j, row]`` with the raw scores of a block; with `FULL` rules keys may be rotated first.
+
+    Parameters
+    ----------
+    key_rows, coming : int64 [keys]
+        Where the first head's rows of this block lie, and head 0's of the next, which is brought to the cache meanwhile.
+    first, end : int64 [rows]
+        The keys that each row sees; scores outside may be left as they are.
+    key, key_position : int
+        Index of the block's first key, and its position.
+    """
+    raise NotImplementedError("compiled code only")
+
+
+@overload(score_block, inline="always")
+def _score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, n_next,
+                 head_begin, k_head, slot_stride, dim, scale, s, first, end, key, key_position, n):  # fmt: skip
+    size = itemsize(kind.tag)
+
+    def few(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, n_next,
+            head_begin, k_head, slot_stride, dim, scale, s, first, end, key, key_position, n):  # fmt: skip
+        list_coming(scratch.k_coming, coming, heads, head_begin, k_head, slot_stride)
+        score_heads(kind, operand[0], operand[1], heads, rows, address_of(key_rows), k_head, dim, scale, address_of(s),
+                    s.strides[0], address_of(scratch.k_coming), address_of(scratch.idle))  # fmt: skip
+
+    def few_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, n_next,
+                 head_begin, k_head, slot_stride, dim, scale, s, first, end, key, key_position, n):  # fmt: skip
+        list_coming(scratch.k_coming, coming, heads, head_begin, k_head, slot_stride)
+        if rules.cos.shape[0] == 0:
+            score_heads(kind, operand[0], operand[1], heads, rows, address_of(key_rows), k_head, dim, scale,
+                        address_of(s), s.strides[0], address_of(scratch.k_coming), address_of(scratch.idle))  # fmt: skip
+        else:
+            rotate_keys(kind, rules, scratch.rotated, key_rows, heads, head_begin, k_head, size, dim, key_position, n)
+            score_heads(number_kind, address_of(q), q.strides[0], heads, rows, address_of(scratch.rotated_rows),
+                        KEYS * scratch.rotated.strides[0], dim, scale, address_of(s), s.strides[0],
+                        address_of(scratch.k_coming), address_of(scratch.idle))  # fmt: skip
+
+    def many(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, n_next,
+             head_begin, k_head, slot_stride, dim, scale, s, first, end, key, key_position, n):  # fmt: skip
+        pack_keys(kind, address_of(key_rows), n, dim, address_of(scratch.keys), scratch.keys.strides[0])
+        score_panels(kind, scratch.queries, scratch.keys, first, end, rows, key, n, dim, scale, s, coming,
+                     head_begin * k_head, n_next, dim * size)  # fmt: skip
+
+    def many_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, n_next,
+                  head_begin, k_head, slot_stride, dim, scale, s, first, end, key, key_position, n):  # fmt: skip
+        if rules.cos.shape[0] == 0:
+            pack_keys(kind, address_of(key_rows), n, dim, address_of(scratch.keys), scratch.keys.strides[0])
+            score_panels(kind, scratch.queries, scratch.keys, first, end, rows, key, n, dim, scale, s, coming,
+                         head_begin * k_head, n_next, dim * size)  # fmt: skip
+        else:
+            rotate_keys(kind, rules, scratch.keys, key_rows, 1, head_begin, k_head, size, dim, key_position, n)
+            score_panels(number_kind, scratch.queries, scratch.keys, first, end, rows, key, n, dim, scale, s, coming,
+                         head_begin * k_head, n_next, dim * size)  # fmt: skip
+
+    if tile.tag == "few":
+        return few if rule_tag.tag == "plain" else few_full
+    return many if rule_tag.tag == "plain" else many_full
+
+
+def weigh_block(tile, kind, scratch, acc, heads, rows, p, first, end, key, value_rows, coming, n_next, head_begin,
+                v_head, slot_stride, n, dim, alpha, select):  # fmt: skip
+    """Scale the accumulators by `alpha` and add a block's weighted values; see `weigh_values` and `weigh_panels`."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(weigh_block, inline="always")
+def _weigh_block(tile, kind, scratch, acc, heads, rows, p, first, end, key, value_rows, coming, n_next, head_begin,
+                 v_head, slot_stride, n, dim, alpha, select):  # fmt: skip
+    def few(tile, kind, scratch, acc, heads, rows, p, first, end, key, value_rows, coming, n_next, head_begin,
+            v_head, slot_stride, n, dim, alpha, select):  # fmt: skip
+        list_coming(scratch.v_coming, coming, heads, head_begin, v_head, slot_stride)
+        weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(p), p.strides[0],
+                     address_of(value_rows), v_head, n, dim, address_of(alpha), np.int64(select),
+                     address_of(scratch.v_coming), address_of(scratch.idle))  # fmt: skip
+
+    def many(tile, kind, scratch, acc, heads, rows, p, first, end, key, value_rows, coming, n_next, head_begin,
+             v_head, slot_stride, n, dim, alpha, select):  # fmt: skip
+        weigh_panels(kind, acc, rows, p, first, end, key, value_rows, scratch.values, n, dim, alpha, select, coming,
+                     head_begin * v_head, n_next)  # fmt: skip
+
+    return few if tile.tag == "few" else many
