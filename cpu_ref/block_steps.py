@@ -15,12 +15,13 @@ from nbattn.cpu_ref.many_rows import (
     PANEL_KEYS,
     SPARE_COLUMNS,
     SPARE_ROWS,
+    pack_key_share,
     panel_constants,
     score_panels,
     weigh_panels,
 )
 from nbattn.cpu_ref.number_formats import address_of, itemsize
-from nbattn.cpu_ref.packing import pack_keys, pack_queries
+from nbattn.cpu_ref.packing import pack_queries
 from nbattn.cpu_ref.rules import rotate_keys
 from nbattn.cpu_ref.tiles import KEYS
 
@@ -82,46 +83,51 @@ def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
     return few if tile.tag == "few" else many
 
 
-def prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim):
-    """Bring the first `rows` of `q` into the form that the scores are computed from; return address and stride."""
+def prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
+    """Bring the first `rows` of `q` and the first block's `n` keys into the form that scores are computed from.
+
+    Returns address and stride of the rows.
+    """
     raise NotImplementedError("compiled code only")
 
 
 @overload(prepare_rows)
-def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim):
-    def few(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim):
+def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
+    def few(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
         return query_operand(kind, q, bits, rows, dim)
 
-    def many(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim):
-        address, stride = query_operand(kind, q, bits, rows, dim)
+    def many(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
+        operand = query_operand(kind, q, bits, rows, dim)
         step = panel_constants(kind)[4]
-        pack_queries(kind, address, stride, rows, (dim + step - 1) // step, address_of(scratch.queries))
-        return address, stride
+        pack_queries(kind, operand[0], operand[1], rows, (dim + step - 1) // step, address_of(scratch.queries))
+        pack_key_share(kind, scratch.keys, key_rows, k_head, dim, n, 0, 1)
+        return operand
 
-    def many_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim):
-        address, stride = query_operand(kind, q, bits, rows, dim)
+    def many_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
+        operand = query_operand(kind, q, bits, rows, dim)
         step = panel_constants(kind)[4]
         if rotating:  # keys are rotated in the arithmetic type
             pack_queries(number_kind, address_of(q), q.strides[0], rows, dim, address_of(scratch.queries))
         else:
-            pack_queries(kind, address, stride, rows, (dim + step - 1) // step, address_of(scratch.queries))
-        return address, stride
+            pack_queries(kind, operand[0], operand[1], rows, (dim + step - 1) // step, address_of(scratch.queries))
+            pack_key_share(kind, scratch.keys, key_rows, k_head, dim, n, 0, 1)
+        return operand
 
     if tile.tag == "few":
         return few
     return many if rule_tag.tag == "plain" else many_full
 
 
-def score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, n_next,
-                head_begin, k_head, slot_stride, dim, scale, s, first, end, key, key_position, n):  # fmt: skip
+def score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, value_rows,
+                head_begin, k_head, slot_stride, dim, value_dim, scale, s, first, end, whole, key, key_position, n):  # fmt: skip
     """Fill ``s[j, row]`` with the raw scores of a block; with `FULL` rules keys may be rotated first.
 
     Parameters
     ----------
-    key_rows, coming : int64 [keys]
-        Where the first head's rows of this block lie, and head 0's of the next, which is brought to the cache meanwhile.
+    key_rows, value_rows, coming : int64 [keys]
+        Where the first head's rows of this block lie, and head 0's keys of the next.
     first, end : int64 [rows]
-        The keys that each row sees; scores outside may be left as they are.
+        The keys that each row sees; scores outside may be left as they are. `whole` says that all rows see the block.
     key, key_position : int
         Index of the block's first key, and its position.
     """
@@ -129,18 +135,20 @@ def score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, h
 
 
 @overload(score_block, inline="always")
-def _score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, n_next,
-                 head_begin, k_head, slot_stride, dim, scale, s, first, end, key, key_position, n):  # fmt: skip
+def _score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming,
+                 value_rows, head_begin, k_head, slot_stride, dim, value_dim, scale, s, first, end, whole, key,
+                 key_position, n):  # fmt: skip
     size = itemsize(kind.tag)
 
-    def few(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, n_next,
-            head_begin, k_head, slot_stride, dim, scale, s, first, end, key, key_position, n):  # fmt: skip
+    def few(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, value_rows,
+            head_begin, k_head, slot_stride, dim, value_dim, scale, s, first, end, whole, key, key_position, n):  # fmt: skip
         list_coming(scratch.k_coming, coming, heads, head_begin, k_head, slot_stride)
         score_heads(kind, operand[0], operand[1], heads, rows, address_of(key_rows), k_head, dim, scale, address_of(s),
                     s.strides[0], address_of(scratch.k_coming), address_of(scratch.idle))  # fmt: skip
 
-    def few_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, n_next,
-                 head_begin, k_head, slot_stride, dim, scale, s, first, end, key, key_position, n):  # fmt: skip
+    def few_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming,
+                 value_rows, head_begin, k_head, slot_stride, dim, value_dim, scale, s, first, end, whole, key,
+                 key_position, n):  # fmt: skip
         list_coming(scratch.k_coming, coming, heads, head_begin, k_head, slot_stride)
         if rules.cos.shape[0] == 0:
             score_heads(kind, operand[0], operand[1], heads, rows, address_of(key_rows), k_head, dim, scale,
@@ -151,47 +159,48 @@ def _score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, 
                         KEYS * scratch.rotated.strides[0], dim, scale, address_of(s), s.strides[0],
                         address_of(scratch.k_coming), address_of(scratch.idle))  # fmt: skip
 
-    def many(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, n_next,
-             head_begin, k_head, slot_stride, dim, scale, s, first, end, key, key_position, n):  # fmt: skip
-        pack_keys(kind, address_of(key_rows), n, dim, address_of(scratch.keys), scratch.keys.strides[0])
-        score_panels(kind, scratch.queries, scratch.keys, first, end, rows, key, n, dim, scale, s, coming,
-                     head_begin * k_head, n_next, dim * size)  # fmt: skip
+    def many(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, value_rows,
+             head_begin, k_head, slot_stride, dim, value_dim, scale, s, first, end, whole, key, key_position, n):  # fmt: skip
+        score_panels(kind, kind, scratch.queries, scratch.keys, scratch.values, first, end, whole, rows, key, n, dim,
+                     scale, s, value_rows, value_dim)  # fmt: skip
 
-    def many_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, n_next,
-                  head_begin, k_head, slot_stride, dim, scale, s, first, end, key, key_position, n):  # fmt: skip
+    def many_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming,
+                  value_rows, head_begin, k_head, slot_stride, dim, value_dim, scale, s, first, end, whole, key,
+                  key_position, n):  # fmt: skip
         if rules.cos.shape[0] == 0:
-            pack_keys(kind, address_of(key_rows), n, dim, address_of(scratch.keys), scratch.keys.strides[0])
-            score_panels(kind, scratch.queries, scratch.keys, first, end, rows, key, n, dim, scale, s, coming,
-                         head_begin * k_head, n_next, dim * size)  # fmt: skip
+            score_panels(kind, kind, scratch.queries, scratch.keys, scratch.values, first, end, whole, rows, key, n,
+                         dim, scale, s, value_rows, value_dim)  # fmt: skip
         else:
             rotate_keys(kind, rules, scratch.keys, key_rows, 1, head_begin, k_head, size, dim, key_position, n)
-            score_panels(number_kind, scratch.queries, scratch.keys, first, end, rows, key, n, dim, scale, s, coming,
-                         head_begin * k_head, n_next, dim * size)  # fmt: skip
+            score_panels(number_kind, kind, scratch.queries, scratch.keys, scratch.values, first, end, whole, rows, key,
+                         n, dim, scale, s, value_rows, value_dim)  # fmt: skip
 
     if tile.tag == "few":
         return few if rule_tag.tag == "plain" else few_full
     return many if rule_tag.tag == "plain" else many_full
 
 
-def weigh_block(tile, kind, scratch, acc, heads, rows, p, first, end, key, value_rows, coming, n_next, head_begin,
-                v_head, slot_stride, n, dim, alpha, select):  # fmt: skip
+def weigh_block(tile, kind, scratch, acc, heads, rows, p, first, end, whole, key, value_rows, keys_coming,
+                values_coming, n_next, rotating, head_begin, k_head, v_head, slot_stride, n, key_dim, dim, alpha,
+                select):  # fmt: skip
     """Scale the accumulators by `alpha` and add a block's weighted values; see `weigh_values` and `weigh_panels`."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(weigh_block, inline="always")
-def _weigh_block(tile, kind, scratch, acc, heads, rows, p, first, end, key, value_rows, coming, n_next, head_begin,
-                 v_head, slot_stride, n, dim, alpha, select):  # fmt: skip
-    def few(tile, kind, scratch, acc, heads, rows, p, first, end, key, value_rows, coming, n_next, head_begin,
-            v_head, slot_stride, n, dim, alpha, select):  # fmt: skip
-        list_coming(scratch.v_coming, coming, heads, head_begin, v_head, slot_stride)
+def _weigh_block(tile, kind, scratch, acc, heads, rows, p, first, end, whole, key, value_rows, keys_coming,
+                 values_coming, n_next, rotating, head_begin, k_head, v_head, slot_stride, n, key_dim, dim, alpha,
+                 select):  # fmt: skip
+    def few(tile, kind, scratch, acc, heads, rows, p, first, end, whole, key, value_rows, keys_coming, values_coming,
+            n_next, rotating, head_begin, k_head, v_head, slot_stride, n, key_dim, dim, alpha, select):  # fmt: skip
+        list_coming(scratch.v_coming, values_coming, heads, head_begin, v_head, slot_stride)
         weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(p), p.strides[0],
                      address_of(value_rows), v_head, n, dim, address_of(alpha), np.int64(select),
                      address_of(scratch.v_coming), address_of(scratch.idle))  # fmt: skip
 
-    def many(tile, kind, scratch, acc, heads, rows, p, first, end, key, value_rows, coming, n_next, head_begin,
-             v_head, slot_stride, n, dim, alpha, select):  # fmt: skip
-        weigh_panels(kind, acc, rows, p, first, end, key, value_rows, scratch.values, n, dim, alpha, select, coming,
-                     head_begin * v_head, n_next)  # fmt: skip
+    def many(tile, kind, scratch, acc, heads, rows, p, first, end, whole, key, value_rows, keys_coming, values_coming,
+             n_next, rotating, head_begin, k_head, v_head, slot_stride, n, key_dim, dim, alpha, select):  # fmt: skip
+        weigh_panels(kind, acc, rows, p, first, end, whole, key, value_rows, scratch.keys, scratch.values, n, dim, alpha,
+                     select, keys_coming, head_begin * k_head, key_dim, 0 if rotating else n_next)  # fmt: skip
 
     return few if tile.tag == "few" else many

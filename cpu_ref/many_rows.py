@@ -1,6 +1,8 @@
 """A block of keys for a task of many rows of one KV head: K and V are packed once and then multiplied at the CPU's peak.
 
-Rows lie in panels as wide as two vectors. Keys that no row of a panel sees are not multiplied.
+Rows lie in panels as wide as two vectors. Keys that no row of a panel sees are not multiplied. The values of a block are
+packed share by share between the panels of its scores, the keys of the next block between those of its values: memory
+is read while numbers are multiplied, and little of it waits in L2, where rows of one head share few sets.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from nbattn.cpu_ref.blocks import padded
 from nbattn.cpu_ref.compiling import part
 from nbattn.cpu_ref.lanes import uses_dot
 from nbattn.cpu_ref.number_formats import address_of, itemsize
-from nbattn.cpu_ref.packing import all_finite, pack_values, pack_weights, prefetch_row
+from nbattn.cpu_ref.packing import all_finite, pack_keys, pack_values, pack_weights, prefetch_row
 from nbattn.cpu_ref.tiles import panel_height, panel_width, score_panel, value_panel, value_tile_1_select
 
 PANEL_KEYS = 96  # keys of a block; K, V, scores, queries and sums of 192 rows take 370 KB of L2
@@ -40,50 +42,84 @@ def keys_seen(first, end, row, stop, key, n):
 
 
 @part
-def prefetch_share(places, head, n, size, i, parts):
-    """Bring one of `parts` shares of the next block's `n` rows of `size` bytes to L2."""
-    for j in range(n * i // parts, n * (i + 1) // parts):
-        prefetch_row(places[j] + head, size)
+def share(n, i, parts):
+    """Return begin and end of share `i` of `n` keys; all begin at even keys."""
+    return n * i // parts // 2 * 2, n * (i + 1) // parts // 2 * 2 if i + 1 < parts else n
 
 
 @part
-def score_panels(kind, panels, keys, first, end, rows, key, n, dim, scale, s, coming, k_head, n_next, row_bytes):
-    """Fill ``s[j, row]`` with ``scale * q[row] @ k[j]`` for `n` packed keys, as far as rows see them."""
-    height, width, number, _, step = panel_constants(kind)
-    steps = (dim + step - 1) // step
-    for row in range(0, rows, width):
-        prefetch_share(coming, k_head, n_next, row_bytes, row // width, (rows + width - 1) // width)
-        low, high = keys_seen(first, end, row, min(row + width, rows), key, n)
-        panel, column = address_of(panels) + row * steps * number, address_of(s) + row * number
+def prefetch_share(rows, head, size, n, i, parts):
+    """Bring a share of the rows of `size` bytes at ``rows[j] + head`` to L2."""
+    begin, end = share(n, i, parts)
+    for j in range(begin, end):
+        prefetch_row(rows[j] + head, size)
+
+
+@part
+def pack_key_share(kind, keys, rows, head, dim, n, i, parts):
+    """Pack a share of K, and prefetch the one after it."""
+    begin, end = share(n, i, parts)
+    pack_keys(kind, address_of(rows) + 8 * begin, head, end - begin, dim, address_of(keys[begin]), keys.strides[0])
+    if i + 1 < parts:
+        prefetch_share(rows, head, dim * panel_constants(kind)[3], n, i + 1, parts)
+
+
+@part
+def pack_value_share(kind, values, rows, dim, n, i, parts):
+    """Pack a share of V, and prefetch the one after it."""
+    _, width, number, size, step = panel_constants(kind)
+    begin, end = share(n, i, parts)
+    pack_values(kind, address_of(rows) + 8 * begin, end - begin, dim,
+                address_of(values) + begin // step * width * number, values.strides[0])  # fmt: skip
+    if i + 1 < parts:
+        prefetch_share(rows, 0, dim * size, n, i + 1, parts)
+
+
+@part
+def score_panels(score_kind, kind, queries, keys, values, first, end, whole, rows, key, n, dim, scale, s, value_rows,
+                 value_dim):  # fmt: skip
+    """Fill ``s[j, row]`` with ``scale * q[row] @ k[j]`` for `n` packed keys, as far as rows see them; pack the values.
+
+    `whole` says that all rows see all keys. `score_kind` is the kind of the packed queries and keys.
+    """
+    height, width, number, _, step = panel_constants(score_kind)
+    steps, parts = (dim + step - 1) // step, (rows + width - 1) // width
+    for i in range(parts):
+        pack_value_share(kind, values, value_rows, value_dim, n, i, parts)
+        row = i * width
+        low, high = (0, n) if whole else keys_seen(first, end, row, min(row + width, rows), key, n)
+        panel, column = address_of(queries) + row * steps * number, address_of(s) + row * number
         for j in range(low // height * height, high, height):
-            score_panel(kind, address_of(keys) + j * keys.strides[0], keys.strides[0], panel, steps, scale,
+            score_panel(score_kind, address_of(keys) + j * keys.strides[0], keys.strides[0], panel, steps, scale,
                         column + j * s.strides[0], s.strides[0])  # fmt: skip
 
 
 @part
-def weigh_panels(kind, acc, rows, p, first, end, key, value_rows, values, n, dim, alpha, select, coming, v_head,
-                 n_next):  # fmt: skip
-    """Scale the accumulators of all rows by `alpha` and add the weighted values of `n` keys.
+def weigh_panels(kind, acc, rows, p, first, end, whole, key, value_rows, keys, values, n, dim, alpha, select, coming,
+                 k_head, key_dim, n_next):  # fmt: skip
+    """Scale the accumulators of all rows by `alpha` and add the weighted values of `n` keys; pack the next block's keys.
 
     With `select` a weight of 0 marks a dropped key. It may be multiplied with a finite value, for that is nothing; where
     there are others, values are selected.
     """
-    height, width, number, size, step = panel_constants(kind)
-    pack_values(kind, address_of(value_rows), n, dim, address_of(values), values.strides[0])
-    finite = True
+    height, width, number, _, step = panel_constants(kind)
+    finite, parts = True, (rows + height - 1) // height
     if select:
         for i in range((dim + width - 1) // width):
             finite &= all_finite(kind, address_of(values[i]), (n + step - 1) // step)
-    if not finite:
-        for row in range(rows):
-            value_tile_1_select(kind, address_of(acc[row]), acc.strides[0], address_of(p) + row * number, p.strides[0],
-                                address_of(value_rows), 0, n, dim, address_of(alpha) + row * number,
-                                address_of(value_rows))  # fmt: skip
-        return
-    pack_weights(kind, address_of(p), p.strides[0], n, padded(rows))
-    for row in range(0, rows, height):
-        prefetch_share(coming, v_head, n_next, dim * size, row // height, (rows + height - 1) // height)
-        low, high = keys_seen(first, end, row, min(row + height, rows), key, n)
+    if finite:
+        pack_weights(kind, address_of(p), p.strides[0], n, padded(rows))
+    for i in range(parts):
+        if n_next > 0:
+            pack_key_share(kind, keys, coming, k_head, key_dim, n_next, i, parts)
+        row, stop = i * height, min(i * height + height, rows)
+        if not finite:
+            for dirty in range(row, stop):
+                value_tile_1_select(kind, address_of(acc[dirty]), acc.strides[0], address_of(p) + dirty * number,
+                                    p.strides[0], address_of(value_rows), 0, n, dim,
+                                    address_of(alpha) + dirty * number, address_of(value_rows))  # fmt: skip
+            continue
+        low, high = (0, n) if whole else keys_seen(first, end, row, stop, key, n)
         low, steps = low // step, max(0, (high + step - 1) // step - low // step)
         weights, factors = address_of(p) + low * p.strides[0] + row * number, address_of(alpha) + row * number
         for d in range(0, dim, width):

@@ -38,20 +38,20 @@ def pack_queries(typingctx, kind, q, q_stride, rows, steps, panels):
 
 
 @intrinsic
-def pack_keys(typingctx, kind, rows, n, dim, block, stride):
+def pack_keys(typingctx, kind, rows, head, n, dim, block, stride):
     """``block[j, :dim] = k[j]`` for ``j < n``, widened, or as it is for a kind that `uses_dot`; 0 up to whole vectors.
 
-    Row j of K starts at ``rows[j]``.
+    Row j of K starts at ``rows[j] + head``.
     """
 
     def codegen(context, builder, sig, args):
-        _, rows, n, dim, block, stride = args
+        _, rows, head, n, dim, block, stride = args
         lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
         load, load_up_to = lanes.load_cache, lanes.load_cache_up_to
         if lanes.dot:
             load, load_up_to = lanes.load_words, lanes.load_words_up_to
         with lanes.loop(0, n, 1) as (j, _):
-            source = lanes.load_as(I64, lanes.add(rows, lanes.mul(j, 8)), 8)
+            source = lanes.add(lanes.load_as(I64, lanes.add(rows, lanes.mul(j, 8)), 8), head)
             target = lanes.add(block, lanes.mul(stride, j))
 
             def copy(d, load_here, source=source, target=target):
@@ -66,7 +66,7 @@ def pack_keys(typingctx, kind, rows, n, dim, block, stride):
                 copy(d, lambda address: load_up_to(address, left))
         return context.get_dummy_value()
 
-    return types.void(kind, *[_BYTES] * 5), codegen
+    return types.void(kind, *[_BYTES] * 6), codegen
 
 
 @intrinsic

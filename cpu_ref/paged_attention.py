@@ -79,16 +79,12 @@ def find_rows(key_rows, value_rows, dropped, level, page_begin, key, n):
 
 @part
 def drop_outside(s, n, first_key, first, end, rows):
-    """Set the scores of keys outside each row's interval to -inf; return whether there were any."""
-    outside = False
+    """Set the scores of keys outside each row's interval to -inf."""
     for row in range(rows):
-        if first[row] > first_key or end[row] < first_key + n:
-            outside = True
-            for j in range(min(first[row] - first_key, n)):
-                s[j, row] = -math.inf
-            for j in range(max(end[row] - first_key, 0), n):
-                s[j, row] = -math.inf
-    return outside
+        for j in range(min(first[row] - first_key, n)):
+            s[j, row] = -math.inf
+        for j in range(max(end[row] - first_key, 0), n):
+            s[j, row] = -math.inf
 
 
 @kernel
@@ -138,11 +134,11 @@ def paged_worker(
         tokens = row_end - row_begin
         rows = tokens * group
         load_queries(queries, row_begin, row_end, head_begin, heads, q)
-        operand = prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, heads * rows, queries.dim)
         running[:], both[:] = 0, 0
         m[:], total_m[:] = -math.inf, -math.inf
         summed = 0
         s[:, heads * rows :] = 0
+        last_first, first_end = np.int64(0), kv_len
         for packed in range(heads * rows):
             q_row[packed] = row_begin + packed % rows // group
             qo_head[packed] = (head_begin + packed // rows) * group + packed % group
@@ -150,10 +146,13 @@ def paged_worker(
             first[packed], end[packed] = visible_keys(
                 position[packed], key_position, kv_len, item[CAUSAL] != 0, rules.window_left, rules.chunk_size
             )
+            last_first, first_end = max(last_first, first[packed]), min(first_end, end[packed])
         key, key_end = np.int64(item[KEY_BEGIN]), np.int64(item[KEY_END])
         n, now = min(keys, key_end - key), 0
         if n > 0:
             find_rows(key_rows[0], value_rows[0], dropped[0], level, page_begin, key, n)
+        operand = prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, heads * rows, queries.dim,
+                               key_rows[0], head_begin * k_head, n)  # fmt: skip
         while n > 0:
             n_next = min(keys, key_end - key - n)
             if n_next > 0:
@@ -162,16 +161,20 @@ def paged_worker(
             for j in range(keys):
                 key_rows[now, j] += head_begin * k_head
                 value_rows[now, j] += head_begin * v_head
+            whole = last_first <= key and first_end >= key + n
             score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows[now],
-                        key_rows[after], n_next, head_begin, k_head, level[K_SLOT], queries.dim, queries.scale, s, first,
-                        end, key, key_position + key, n)  # fmt: skip
+                        key_rows[after], value_rows[now], head_begin, k_head, level[K_SLOT], queries.dim, output.dim,
+                        queries.scale, s, first, end, whole, key, key_position + key, n)  # fmt: skip
             select = apply_rules(rule_tag, kind, rules, s, n, heads * rows, key, key_base, key_position, dropped[now],
                                  qo_head, q_row, position)  # fmt: skip
-            select |= drop_outside(s, n, key, first, end, heads * rows)
+            if not whole:
+                drop_outside(s, n, key, first, end, heads * rows)
+                select = True
             softmax_block(kind, address_of(s), s.strides[0], n, padded(heads * rows), address_of(m), address_of(d_sum),
                           address_of(alpha))  # fmt: skip
-            weigh_block(tile, kind, scratch, acc, heads, rows, s, first, end, key, value_rows[now], value_rows[after],
-                        n_next, head_begin, v_head, level[V_SLOT], n, output.dim, alpha, select)  # fmt: skip
+            weigh_block(tile, kind, scratch, acc, heads, rows, s, first, end, whole, key, value_rows[now],
+                        key_rows[after], value_rows[after], n_next, rotating, head_begin, k_head, v_head, level[V_SLOT],
+                        n, queries.dim, output.dim, alpha, select)  # fmt: skip
             summed += n
             if n_next <= 0 or summed >= FOLD_KEYS:
                 fold(total, total_sum, total_m, acc, d_sum, m, heads * rows, output.dim)
