@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numba.extending import overload
 
-from nbattn.cpu_ref.blocks import list_coming, number_type, padded, query_operand, score_heads, weigh_values
+from nbattn.cpu_ref.blocks import list_coming, number_type, query_operand, score_heads, weigh_values
 from nbattn.cpu_ref.many_rows import (
     PANEL_KEYS,
     SPARE_COLUMNS,
@@ -42,6 +42,27 @@ class ManyRows(NamedTuple):
     queries: np.ndarray  # number [rows * dim]: panels of packed queries
     keys: np.ndarray  # number [PANEL_KEYS, dim]: packed, or rotated
     values: np.ndarray  # number [dim / width, PANEL_KEYS, width]: panels of packed values
+
+
+class Block(NamedTuple):
+    """A block of keys."""
+
+    key: int  # the first
+    n: int
+    position: int  # of the first
+    head_begin: int
+    first: np.ndarray  # int64 [rows]: the keys that each row sees
+    end: np.ndarray
+    whole: bool  # all rows see all keys
+
+
+class Side(NamedTuple):
+    """Where the rows of K or V lie."""
+
+    rows: np.ndarray  # int64 [keys]: of this block and the task's first head
+    coming: np.ndarray  # of the next block and head 0
+    head_stride: int
+    slot_stride: int
 
 
 def block_shape(tile):
@@ -118,89 +139,77 @@ def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits,
     return many if rule_tag.tag == "plain" else many_full
 
 
-def score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, value_rows,
-                head_begin, k_head, slot_stride, dim, value_dim, scale, s, first, end, whole, key, key_position, n):  # fmt: skip
+def score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
+                values, value_dim):  # fmt: skip
     """Fill ``s[j, row]`` with the raw scores of a block; with `FULL` rules keys may be rotated first.
+
+    Scores of keys that a row does not see may be left as they are.
 
     Parameters
     ----------
-    key_rows, value_rows, coming : int64 [keys]
-        Where the first head's rows of this block lie, and head 0's keys of the next.
-    first, end : int64 [rows]
-        The keys that each row sees; scores outside may be left as they are. `whole` says that all rows see the block.
-    key, key_position : int
-        Index of the block's first key, and its position.
+    block : Block
+    keys, values : Side
     """
     raise NotImplementedError("compiled code only")
 
 
 @overload(score_block, inline="always")
-def _score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming,
-                 value_rows, head_begin, k_head, slot_stride, dim, value_dim, scale, s, first, end, whole, key,
-                 key_position, n):  # fmt: skip
+def _score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
+                 values, value_dim):  # fmt: skip
     size = itemsize(kind.tag)
 
-    def few(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, value_rows,
-            head_begin, k_head, slot_stride, dim, value_dim, scale, s, first, end, whole, key, key_position, n):  # fmt: skip
-        list_coming(scratch.k_coming, coming, heads, head_begin, k_head, slot_stride)
-        score_heads(kind, operand[0], operand[1], heads, rows, address_of(key_rows), k_head, dim, scale, address_of(s),
-                    s.strides[0], address_of(scratch.k_coming), address_of(scratch.idle))  # fmt: skip
+    def few(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
+            values, value_dim):  # fmt: skip
+        list_coming(scratch.k_coming, keys.coming, heads, block.head_begin, keys.head_stride, keys.slot_stride)
+        score_heads(kind, operand[0], operand[1], heads, rows, address_of(keys.rows), keys.head_stride, dim, scale,
+                    address_of(s), s.strides[0], address_of(scratch.k_coming), address_of(scratch.idle))  # fmt: skip
 
-    def few_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming,
-                 value_rows, head_begin, k_head, slot_stride, dim, value_dim, scale, s, first, end, whole, key,
-                 key_position, n):  # fmt: skip
-        list_coming(scratch.k_coming, coming, heads, head_begin, k_head, slot_stride)
+    def few_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale,
+                 s, values, value_dim):  # fmt: skip
+        list_coming(scratch.k_coming, keys.coming, heads, block.head_begin, keys.head_stride, keys.slot_stride)
         if rules.cos.shape[0] == 0:
-            score_heads(kind, operand[0], operand[1], heads, rows, address_of(key_rows), k_head, dim, scale,
-                        address_of(s), s.strides[0], address_of(scratch.k_coming), address_of(scratch.idle))  # fmt: skip
+            score_heads(kind, operand[0], operand[1], heads, rows, address_of(keys.rows), keys.head_stride, dim,
+                        scale, address_of(s), s.strides[0], address_of(scratch.k_coming),
+                        address_of(scratch.idle))  # fmt: skip
         else:
-            rotate_keys(kind, rules, scratch.rotated, key_rows, heads, head_begin, k_head, size, dim, key_position, n)
+            rotate_keys(kind, rules, scratch.rotated, keys.rows, heads, block.head_begin, keys.head_stride, size, dim,
+                        block.position, block.n)  # fmt: skip
             score_heads(number_kind, address_of(q), q.strides[0], heads, rows, address_of(scratch.rotated_rows),
                         KEYS * scratch.rotated.strides[0], dim, scale, address_of(s), s.strides[0],
                         address_of(scratch.k_coming), address_of(scratch.idle))  # fmt: skip
 
-    def many(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming, value_rows,
-             head_begin, k_head, slot_stride, dim, value_dim, scale, s, first, end, whole, key, key_position, n):  # fmt: skip
-        score_panels(kind, kind, scratch.queries, scratch.keys, scratch.values, first, end, whole, rows, key, n, dim,
-                     scale, s, value_rows, value_dim)  # fmt: skip
+    def many(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
+             values, value_dim):  # fmt: skip
+        score_panels(kind, kind, scratch, rows, block, dim, scale, s, values, value_dim)
 
-    def many_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows, coming,
-                  value_rows, head_begin, k_head, slot_stride, dim, value_dim, scale, s, first, end, whole, key,
-                  key_position, n):  # fmt: skip
+    def many_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale,
+                  s, values, value_dim):  # fmt: skip
         if rules.cos.shape[0] == 0:
-            score_panels(kind, kind, scratch.queries, scratch.keys, scratch.values, first, end, whole, rows, key, n,
-                         dim, scale, s, value_rows, value_dim)  # fmt: skip
+            score_panels(kind, kind, scratch, rows, block, dim, scale, s, values, value_dim)
         else:
-            rotate_keys(kind, rules, scratch.keys, key_rows, 1, head_begin, k_head, size, dim, key_position, n)
-            score_panels(number_kind, kind, scratch.queries, scratch.keys, scratch.values, first, end, whole, rows, key,
-                         n, dim, scale, s, value_rows, value_dim)  # fmt: skip
+            rotate_keys(kind, rules, scratch.keys, keys.rows, 1, block.head_begin, keys.head_stride, size, dim,
+                        block.position, block.n)  # fmt: skip
+            score_panels(number_kind, kind, scratch, rows, block, dim, scale, s, values, value_dim)
 
     if tile.tag == "few":
         return few if rule_tag.tag == "plain" else few_full
     return many if rule_tag.tag == "plain" else many_full
 
 
-def weigh_block(tile, kind, scratch, acc, heads, rows, p, first, end, whole, key, value_rows, keys_coming,
-                values_coming, n_next, rotating, head_begin, k_head, v_head, slot_stride, n, key_dim, dim, alpha,
-                select):  # fmt: skip
+def weigh_block(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
     """Scale the accumulators by `alpha` and add a block's weighted values; see `weigh_values` and `weigh_panels`."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(weigh_block, inline="always")
-def _weigh_block(tile, kind, scratch, acc, heads, rows, p, first, end, whole, key, value_rows, keys_coming,
-                 values_coming, n_next, rotating, head_begin, k_head, v_head, slot_stride, n, key_dim, dim, alpha,
-                 select):  # fmt: skip
-    def few(tile, kind, scratch, acc, heads, rows, p, first, end, whole, key, value_rows, keys_coming, values_coming,
-            n_next, rotating, head_begin, k_head, v_head, slot_stride, n, key_dim, dim, alpha, select):  # fmt: skip
-        list_coming(scratch.v_coming, values_coming, heads, head_begin, v_head, slot_stride)
+def _weigh_block(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
+    def few(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
+        list_coming(scratch.v_coming, values.coming, heads, block.head_begin, values.head_stride, values.slot_stride)
         weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(p), p.strides[0],
-                     address_of(value_rows), v_head, n, dim, address_of(alpha), np.int64(select),
+                     address_of(values.rows), values.head_stride, block.n, dim, address_of(alpha), np.int64(select),
                      address_of(scratch.v_coming), address_of(scratch.idle))  # fmt: skip
 
-    def many(tile, kind, scratch, acc, heads, rows, p, first, end, whole, key, value_rows, keys_coming, values_coming,
-             n_next, rotating, head_begin, k_head, v_head, slot_stride, n, key_dim, dim, alpha, select):  # fmt: skip
-        weigh_panels(kind, acc, rows, p, first, end, whole, key, value_rows, scratch.keys, scratch.values, n, dim, alpha,
-                     select, keys_coming, head_begin * k_head, key_dim, 0 if rotating else n_next)  # fmt: skip
+    def many(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
+        weigh_panels(kind, scratch, acc, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next)
 
     return few if tile.tag == "few" else many

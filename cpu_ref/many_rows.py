@@ -1,8 +1,8 @@
-"""A block of keys for a task of many rows of one KV head: K and V are packed once and then multiplied at the CPU's peak.
+"""A block of keys for a task of many rows of one KV head: K and V are packed once, then multiplied at the CPU's peak.
 
-Rows lie in panels as wide as two vectors. Keys that no row of a panel sees are not multiplied. The values of a block are
-packed share by share between the panels of its scores, the keys of the next block between those of its values: memory
-is read while numbers are multiplied, and little of it waits in L2, where rows of one head share few sets.
+Rows lie in panels as wide as two vectors. Keys that no row of a panel sees are not multiplied. The values of a block
+are packed share by share between the panels of its scores, the keys of the next block between those of its values:
+memory is read while numbers are multiplied, and little of it waits in L2, where rows of one head share few sets.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ def _panel_constants(kind):
 
 
 @part
-def keys_seen(first, end, row, stop, key, n):
-    """Return the part of the `n` keys from `key` on that the rows ``row .. stop`` see."""
-    low, high = n, 0
+def keys_seen(block, row, stop):
+    """Return the part of a block's keys, from its first on, that the rows ``row .. stop`` see."""
+    if block.whole:
+        return 0, block.n
+    low, high = block.n, 0
     for i in range(row, stop):
-        low, high = min(low, first[i] - key), max(high, end[i] - key)
-    return max(low, 0), min(high, n)
+        low, high = min(low, block.first[i] - block.key), max(high, block.end[i] - block.key)
+    return max(low, 0), min(high, block.n)
 
 
 @part
@@ -76,53 +78,53 @@ def pack_value_share(kind, values, rows, dim, n, i, parts):
 
 
 @part
-def score_panels(score_kind, kind, queries, keys, values, first, end, whole, rows, key, n, dim, scale, s, value_rows,
-                 value_dim):  # fmt: skip
-    """Fill ``s[j, row]`` with ``scale * q[row] @ k[j]`` for `n` packed keys, as far as rows see them; pack the values.
+def score_panels(score_kind, kind, scratch, rows, block, dim, scale, s, values, value_dim):
+    """Fill ``s[j, row]`` with ``scale * q[row] @ k[j]`` for the packed keys, as far as rows see them; pack the values.
 
-    `whole` says that all rows see all keys. `score_kind` is the kind of the packed queries and keys.
+    `score_kind` is the kind of the packed queries and keys.
     """
     height, width, number, _, step = panel_constants(score_kind)
-    steps, parts = (dim + step - 1) // step, (rows + width - 1) // width
+    keys, steps, parts = scratch.keys, (dim + step - 1) // step, (rows + width - 1) // width
     for i in range(parts):
-        pack_value_share(kind, values, value_rows, value_dim, n, i, parts)
+        pack_value_share(kind, scratch.values, values.rows, value_dim, block.n, i, parts)
         row = i * width
-        low, high = (0, n) if whole else keys_seen(first, end, row, min(row + width, rows), key, n)
-        panel, column = address_of(queries) + row * steps * number, address_of(s) + row * number
+        low, high = keys_seen(block, row, min(row + width, rows))
+        panel, column = address_of(scratch.queries) + row * steps * number, address_of(s) + row * number
         for j in range(low // height * height, high, height):
             score_panel(score_kind, address_of(keys) + j * keys.strides[0], keys.strides[0], panel, steps, scale,
                         column + j * s.strides[0], s.strides[0])  # fmt: skip
 
 
 @part
-def weigh_panels(kind, acc, rows, p, first, end, whole, key, value_rows, keys, values, n, dim, alpha, select, coming,
-                 k_head, key_dim, n_next):  # fmt: skip
-    """Scale the accumulators of all rows by `alpha` and add the weighted values of `n` keys; pack the next block's keys.
+def weigh_panels(kind, scratch, acc, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
+    """Scale the accumulators of all rows by `alpha` and add the weighted values; pack `n_next` keys of the next block.
 
-    With `select` a weight of 0 marks a dropped key. It may be multiplied with a finite value, for that is nothing; where
-    there are others, values are selected.
+    With `select` a weight of 0 marks a dropped key. It may be multiplied with a finite value, for that is nothing;
+    where there are others, values are selected.
     """
     height, width, number, _, step = panel_constants(kind)
-    finite, parts = True, (rows + height - 1) // height
+    n, parts = block.n, (rows + height - 1) // height
+    finite = True
     if select:
         for i in range((dim + width - 1) // width):
-            finite &= all_finite(kind, address_of(values[i]), (n + step - 1) // step)
+            finite &= all_finite(kind, address_of(scratch.values[i]), (n + step - 1) // step)
     if finite:
         pack_weights(kind, address_of(p), p.strides[0], n, padded(rows))
     for i in range(parts):
         if n_next > 0:
-            pack_key_share(kind, keys, coming, k_head, key_dim, n_next, i, parts)
+            pack_key_share(kind, scratch.keys, keys.coming, block.head_begin * keys.head_stride, key_dim, n_next, i,
+                           parts)  # fmt: skip
         row, stop = i * height, min(i * height + height, rows)
         if not finite:
             for dirty in range(row, stop):
                 value_tile_1_select(kind, address_of(acc[dirty]), acc.strides[0], address_of(p) + dirty * number,
-                                    p.strides[0], address_of(value_rows), 0, n, dim,
-                                    address_of(alpha) + dirty * number, address_of(value_rows))  # fmt: skip
+                                    p.strides[0], address_of(values.rows), 0, n, dim,
+                                    address_of(alpha) + dirty * number, address_of(values.rows))  # fmt: skip
             continue
-        low, high = (0, n) if whole else keys_seen(first, end, row, stop, key, n)
+        low, high = keys_seen(block, row, stop)
         low, steps = low // step, max(0, (high + step - 1) // step - low // step)
         weights, factors = address_of(p) + low * p.strides[0] + row * number, address_of(alpha) + row * number
         for d in range(0, dim, width):
-            panel = address_of(values[d // width]) + low * width * number
+            panel = address_of(scratch.values[d // width]) + low * width * number
             value_panel(kind, weights, p.strides[0], panel, steps, factors, address_of(acc[row]) + d * number,
                         acc.strides[0])  # fmt: skip

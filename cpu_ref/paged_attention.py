@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from nbattn.cpu_ref.block_steps import block_shape, make_scratch, prepare_rows, score_block, weigh_block
+from nbattn.cpu_ref.block_steps import Block, Side, block_shape, make_scratch, prepare_rows, score_block, weigh_block
 from nbattn.cpu_ref.blocks import fold, number_type, padded, query_bits
 from nbattn.cpu_ref.compiling import kernel, part
 from nbattn.cpu_ref.number_formats import address_of, load_int32
@@ -89,7 +89,20 @@ def drop_outside(s, n, first_key, first, end, rows):
 
 @kernel
 def paged_worker(
-    kind, rule_tag, counters, number_kind, tile, tasks, work, levels, max_rows, max_heads, queries, output, states, rules
+    kind,
+    rule_tag,
+    counters,
+    number_kind,
+    tile,
+    tasks,
+    work,
+    levels,
+    max_rows,
+    max_heads,
+    queries,
+    output,
+    states,
+    rules,
 ):
     """Take tasks until none is left.
 
@@ -162,9 +175,11 @@ def paged_worker(
                 key_rows[now, j] += head_begin * k_head
                 value_rows[now, j] += head_begin * v_head
             whole = last_first <= key and first_end >= key + n
-            score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, key_rows[now],
-                        key_rows[after], value_rows[now], head_begin, k_head, level[K_SLOT], queries.dim, output.dim,
-                        queries.scale, s, first, end, whole, key, key_position + key, n)  # fmt: skip
+            block = Block(key, n, key_position + key, head_begin, first, end, whole)
+            k_side = Side(key_rows[now], key_rows[after], k_head, level[K_SLOT])
+            v_side = Side(value_rows[now], value_rows[after], v_head, level[V_SLOT])
+            score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, k_side,
+                        queries.dim, queries.scale, s, v_side, output.dim)  # fmt: skip
             select = apply_rules(rule_tag, kind, rules, s, n, heads * rows, key, key_base, key_position, dropped[now],
                                  qo_head, q_row, position)  # fmt: skip
             if not whole:
@@ -172,9 +187,8 @@ def paged_worker(
                 select = True
             softmax_block(kind, address_of(s), s.strides[0], n, padded(heads * rows), address_of(m), address_of(d_sum),
                           address_of(alpha))  # fmt: skip
-            weigh_block(tile, kind, scratch, acc, heads, rows, s, first, end, whole, key, value_rows[now],
-                        key_rows[after], value_rows[after], n_next, rotating, head_begin, k_head, v_head, level[V_SLOT],
-                        n, queries.dim, output.dim, alpha, select)  # fmt: skip
+            weigh_block(tile, kind, scratch, acc, heads, rows, s, block, v_side, output.dim, alpha, select, k_side,
+                        queries.dim, 0 if rotating else n_next)  # fmt: skip
             summed += n
             if n_next <= 0 or summed >= FOLD_KEYS:
                 fold(total, total_sum, total_m, acc, d_sum, m, heads * rows, output.dim)

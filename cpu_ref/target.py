@@ -222,7 +222,7 @@ def _run_merge(kind: str, num_rows: int, bytes_read: int, num_heads: int, *rest:
     size = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[kind]
     workers.run(
         merge_worker, (kind,), tasks, _threads(bytes_read, bytes_read // size),
-        CACHE_KINDS[kind], size, np.zeros(2, np.int64), tasks, num_heads, *rest,
+        CACHE_KINDS[kind], num_heads, np.zeros(2, np.int64), tasks, *rest,
     )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 """The three tile operations of the CPU kernels: scores, softmax, weighted values.
 
 A tile is a few query rows by a few keys, or a few query rows by a slice of the value vectors; its accumulators stay in
-vector registers. Few rows are multiplied row by row with vectors along the head dimension; many rows fill the lanes of panels
-and are multiplied with broadcast numbers, at the CPU's peak. Shapes are small constants, everything else is run-time. Scores lie as ``s[key, row]``, so that the
-softmax works on whole vectors of rows and a weight is one broadcast load. All addresses and strides are in bytes.
-Each operation gives its meaning in NumPy; `KEYS` keys make a block.
+vector registers. Few rows are multiplied with vectors along the head dimension; many rows fill the lanes of panels and
+are multiplied with broadcast numbers, at the CPU's peak. Shapes are small constants, everything else is run-time.
+Scores lie as ``s[key, row]``, so that the softmax works on whole vectors of rows and a weight is one broadcast load.
+All addresses and strides are in bytes. Each operation gives its meaning in NumPy; `KEYS` keys make a block of few rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nbattn.scoring import LOWEST
 FOLD_KEYS = 2048  # keys after which the running sums are folded into totals: 32768 in one sum were 10 times over budget
 KEYS = 16  # keys of a block: 64 of them overflow L2 together with the prefetched next block
 LINE_BYTES = 64
-PANEL_VECTORS = 2  # vectors of a panel: with `panel_height` numbers each, sums, panel and one broadcast fill the registers
+PANEL_VECTORS = 2  # of a panel: `panel_height` times as many sums, the panel and a broadcast fill the registers
 _BYTES = types.int64
 
 
@@ -219,7 +219,7 @@ def score_panel(typingctx, kind, k, k_stride, q, steps, scale, s, s_stride):
 def value_panel(typingctx, kind, p, p_stride, v, steps, alpha, acc, acc_stride):
     """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j, :panel_width]`` for ``i < panel_height``.
 
-    `v` is a panel of `pack_values`; `steps` keys, or pairs of keys with `uses_dot`: then p is what `pack_weights` makes.
+    `v` is a panel of `pack_values`, `steps` are keys, or pairs of keys with `uses_dot`; p is as of `pack_weights`.
     """
 
     def codegen(context, builder, sig, args):
