@@ -13,11 +13,11 @@ from nbattn.cpu_ref import primitives  # noqa: F401 - registers the CPU versions
 from nbattn.cpu_ref.compiling import inlined, part
 from nbattn.cpu_ref.lanes import lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import address_of
+from nbattn.cpu_ref.packing import pack_weights
 from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.rows import ROW_MULTIPLE
 from nbattn.cpu_ref.tiles import (
     KEYS,
-    pack_weights,
     score_tile_1,
     score_tile_4,
     value_tile_1,

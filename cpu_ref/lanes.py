@@ -14,7 +14,7 @@ from nbattn.cpu_ref.number_formats import DOUBLE, ELEMENT, FLOAT, I1, I16, I32, 
 from nbattn.cpu_ref.primitives import EXP2_FLOAT32, EXP2_FLOAT64
 
 ORDER_FREE = ("nsz", "contract", "arcp", "afn", "reassoc")  # never nnan or ninf: -inf and NaN carry meaning
-TO_L2 = 2  # llvm.prefetch locality; measured: 3 is no better than no prefetch
+TO_L1, TO_L2 = 3, 2  # localities of llvm.prefetch; of a cache read from memory 3 is no better than no prefetch
 
 
 class _BFloat(ir.Type):
@@ -138,11 +138,11 @@ class Lanes:
             return self.builder.bitcast(self.load_words_up_to(address, remaining), self.pairs)
         return self.load_cache_up_to(address, remaining)
 
-    def prefetch(self, address):
-        """Bring the line of an address to L2."""
+    def prefetch(self, address, level: int = TO_L2):
+        """Bring the line of an address to L2 or L1."""
         function = self._declare("llvm.prefetch.p0", ir.VoidType(), [ir.PointerType(), I32, I32, I32])
         pointer = self.builder.inttoptr(address, ir.PointerType())
-        self.builder.call(function, [pointer, ir.Constant(I32, 0), ir.Constant(I32, TO_L2), ir.Constant(I32, 1)])
+        self.builder.call(function, [pointer, ir.Constant(I32, 0), ir.Constant(I32, level), ir.Constant(I32, 1)])
 
     # ---- arithmetic
     def multiply_add(self, a, b, c):

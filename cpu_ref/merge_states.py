@@ -10,9 +10,10 @@ import math
 
 import numpy as np
 
-from nbattn.cpu_ref.blocks import number_type
+from nbattn.cpu_ref.blocks import number_type, padded
 from nbattn.cpu_ref.compiling import kernel
-from nbattn.cpu_ref.number_formats import load_cache
+from nbattn.cpu_ref.number_formats import address_of
+from nbattn.cpu_ref.row_copies import add_weighted_row
 from nbattn.cpu_ref.rows import finish_row, read_number
 from nbattn.cpu_ref.workers import next_task
 from nbattn.scoring import exp2, shift
@@ -25,13 +26,13 @@ STATES_PER_SUM = 16  # equal weights round alike, so one long float32 sum would 
 
 
 @kernel
-def merge_worker(kind, size, counters, num_tasks, num_heads, sources, s_code, s_unit, rows, indptr, slots, output):
+def merge_worker(kind, num_heads, counters, num_tasks, sources, s_code, s_unit, rows, indptr, slots, output):
     """Merge the states of rows until no task is left; a task is `ROWS_PER_TASK` rows.
 
     Parameters
     ----------
     kind : Tag
-        Dtype of the values; `size` is its bytes.
+        Dtype of the values.
     sources : int64 [num_sources, SOURCE_COLUMNS]
         Where states lie. Without `indptr` row r merges row r of every source; with it the states
         ``slots[indptr[i]:indptr[i + 1]]`` of source 0 go to row ``rows[i]``.
@@ -40,7 +41,7 @@ def merge_worker(kind, size, counters, num_tasks, num_heads, sources, s_code, s_
     """
     number = number_type(kind)
     dim = output.dim
-    values, part = np.empty(dim, number), np.empty(dim, number)
+    values, part = np.empty(padded(dim), number), np.empty(padded(dim), number)
     by_slot = indptr.shape[0] > 0
     num_rows = rows.shape[0]
     while True:
@@ -73,10 +74,9 @@ def merge_worker(kind, size, counters, num_tasks, num_heads, sources, s_code, s_
                         part[:] = 0
                     if weight != 0:  # an empty state's values may hold anything
                         total += np.float64(weight)
-                        target = part if later else values
+                        target = address_of(part) if later else address_of(values)
                         place = source[V_ADDRESS] + state * source[V_ROW] + head * source[V_HEAD]
-                        for d in range(dim):
-                            target[d] += weight * load_cache(kind, place + d * size)
+                        add_weighted_row(kind, target, weight, place, dim)
                     if later and (x % STATES_PER_SUM == STATES_PER_SUM - 1 or x == count - 1):
                         for d in range(dim):
                             values[d] += part[d]

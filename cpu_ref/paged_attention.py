@@ -1,7 +1,8 @@
 """Attention of query rows over ranges of key positions in paged caches: decode, append, cross and cascade levels.
 
-One kernel per cache dtype and set of rules (`PLAIN`: positions only; `FULL`: soft cap, ALiBi, masks, in-kernel RoPE,
-unmapped pages). A task is one work item of the plan with some of its KV heads; it reads its keys in blocks of `KEYS`.
+One kernel per cache dtype, set of rules (`PLAIN`: positions only; `FULL`: soft cap, ALiBi, masks, in-kernel RoPE,
+unmapped pages) and kind of task: `FEW` query rows of all KV heads, or `MANY` of one. A task is one work item of the
+plan; it reads its keys in blocks.
 """
 
 from __future__ import annotations
@@ -10,15 +11,8 @@ import math
 
 import numpy as np
 
-from nbattn.cpu_ref.blocks import (
-    fold,
-    list_coming,
-    number_type,
-    padded,
-    query_bits,
-    query_operand,
-    weigh_values,
-)
+from nbattn.cpu_ref.block_steps import Block, Side, block_shape, make_scratch, prepare_rows, score_block, weigh_block
+from nbattn.cpu_ref.blocks import fold, number_type, padded, query_bits
 from nbattn.cpu_ref.compiling import kernel, part
 from nbattn.cpu_ref.number_formats import address_of, load_int32
 from nbattn.cpu_ref.problem import (
@@ -34,8 +28,8 @@ from nbattn.cpu_ref.problem import (
     V_SLOT,
 )
 from nbattn.cpu_ref.rows import load_queries, store_rows
-from nbattn.cpu_ref.rules import apply_rules, scores_of_block
-from nbattn.cpu_ref.tiles import FOLD_KEYS, KEYS, softmax_block
+from nbattn.cpu_ref.rules import apply_rules
+from nbattn.cpu_ref.tiles import FOLD_KEYS, softmax_block
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import page_and_slot, visible_keys
 from nbattn.work_list import (
@@ -76,7 +70,7 @@ def find_rows(key_rows, value_rows, dropped, level, page_begin, key, n):
             j += 1
         page += 1
         slot = 0
-    for rest in range(n, KEYS):
+    for rest in range(n, key_rows.shape[0]):
         key_rows[rest] = key_rows[n - 1]
         value_rows[rest] = value_rows[n - 1]
         dropped[rest] = 1
@@ -85,27 +79,37 @@ def find_rows(key_rows, value_rows, dropped, level, page_begin, key, n):
 
 @part
 def drop_outside(s, n, first_key, first, end, rows):
-    """Set the scores of keys outside each row's interval to -inf; return whether there were any."""
-    outside = False
+    """Set the scores of keys outside each row's interval to -inf."""
     for row in range(rows):
-        if first[row] > first_key or end[row] < first_key + n:
-            outside = True
-            for j in range(n):
-                if first_key + j < first[row] or first_key + j >= end[row]:
-                    s[j, row] = -math.inf
-    return outside
+        for j in range(min(first[row] - first_key, n)):
+            s[j, row] = -math.inf
+        for j in range(max(end[row] - first_key, 0), n):
+            s[j, row] = -math.inf
 
 
 @kernel
 def paged_worker(
-    kind, rule_tag, counters, number_kind, tasks, work, levels, max_rows, max_heads, queries, output, states, rules
+    kind,
+    rule_tag,
+    counters,
+    number_kind,
+    tile,
+    tasks,
+    work,
+    levels,
+    max_rows,
+    max_heads,
+    queries,
+    output,
+    states,
+    rules,
 ):
     """Take tasks until none is left.
 
     Parameters
     ----------
-    kind, number_kind, rule_tag : Tag
-        Cache dtype, arithmetic dtype (float32 or float64) and rules: the compile-time choices.
+    kind, number_kind, rule_tag, tile : Tag
+        Cache dtype, arithmetic dtype (float32 or float64), rules and kind of task: the compile-time choices.
     counters : int64 [2]
         Next task, finished tasks.
     tasks : int32 [num_tasks, 3]
@@ -115,25 +119,21 @@ def paged_worker(
     """
     group = queries.group_size
     number = number_type(kind)
-    stride = padded(max_rows + 4)  # a tile of four may write scores of up to three rows behind the last
-    q = np.zeros((max_rows + 4, padded(queries.dim)), number)
-    bits = query_bits(kind, max_rows + 4, queries.dim)
-    both = np.empty((2, max_rows, padded(output.dim)), number)
+    keys, spare_rows, spare_columns = block_shape(tile)
+    room, stride = max_rows + spare_rows, padded(max_rows + spare_rows)
+    q = np.zeros((room, padded(queries.dim)), number)
+    bits = query_bits(kind, room, queries.dim)
+    both = np.empty((2, room, padded(output.dim + spare_columns)), number)
     acc, total = both[0], both[1]
-    s = np.zeros((KEYS, stride), number)
+    s = np.zeros((keys, stride), number)
     running = np.empty((5, stride), number)  # one allocation for three arrays: each compiles for a tenth of a second
     m, d_sum, alpha, total_m, total_sum = running[0], running[1], running[2], running[3], running[4]
     of_row = np.empty((5, max_rows), np.int64)
     first, end, qo_head, q_row, position = of_row[0], of_row[1], of_row[2], of_row[3], of_row[4]
-    places = np.empty((8, KEYS), np.int64)  # where rows of K and V lie: of this block and of the next
-    key_rows, value_rows, dropped, idle, rotated_rows = places[0:2], places[2:4], places[4:6], places[6], places[7]
-    k_coming = np.empty(max_heads * KEYS, np.int64)
-    v_coming = np.empty(max_heads * KEYS, np.int64)
+    places = np.empty((6, keys), np.int64)  # where rows of K and V lie: of this block and of the next
+    key_rows, value_rows, dropped = places[0:2], places[2:4], places[4:6]
     rotating = rules.cos.shape[0] > 0
-    rotated = np.empty((max_heads * KEYS if rotating else 0, padded(queries.dim)), number)
-    for j in range(KEYS):
-        idle[j] = address_of(q)
-        rotated_rows[j] = address_of(rotated) + j * rotated.strides[0]
+    scratch = make_scratch(tile, kind, q, rotating, max_heads, queries.dim, output.dim)
     while True:
         task = next_task(counters, 0)
         if task >= tasks.shape[0]:
@@ -147,11 +147,11 @@ def paged_worker(
         tokens = row_end - row_begin
         rows = tokens * group
         load_queries(queries, row_begin, row_end, head_begin, heads, q)
-        operand = query_operand(kind, q, bits, heads * rows, queries.dim)
         running[:], both[:] = 0, 0
         m[:], total_m[:] = -math.inf, -math.inf
         summed = 0
         s[:, heads * rows :] = 0
+        last_first, first_end = np.int64(0), kv_len
         for packed in range(heads * rows):
             q_row[packed] = row_begin + packed % rows // group
             qo_head[packed] = (head_begin + packed // rows) * group + packed % group
@@ -159,31 +159,36 @@ def paged_worker(
             first[packed], end[packed] = visible_keys(
                 position[packed], key_position, kv_len, item[CAUSAL] != 0, rules.window_left, rules.chunk_size
             )
+            last_first, first_end = max(last_first, first[packed]), min(first_end, end[packed])
         key, key_end = np.int64(item[KEY_BEGIN]), np.int64(item[KEY_END])
-        n, now = min(KEYS, key_end - key), 0
+        n, now = min(keys, key_end - key), 0
         if n > 0:
             find_rows(key_rows[0], value_rows[0], dropped[0], level, page_begin, key, n)
+        operand = prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, heads * rows, queries.dim,
+                               key_rows[0], head_begin * k_head, n)  # fmt: skip
         while n > 0:
-            n_next = min(KEYS, key_end - key - n)
+            n_next = min(keys, key_end - key - n)
             if n_next > 0:
                 find_rows(key_rows[1 - now], value_rows[1 - now], dropped[1 - now], level, page_begin, key + n, n_next)
             after = 1 - now if n_next > 0 else now
-            list_coming(k_coming, key_rows[after], heads, head_begin, k_head, level[K_SLOT])
-            list_coming(v_coming, value_rows[after], heads, head_begin, v_head, level[V_SLOT])
-            for j in range(KEYS):
+            for j in range(keys):
                 key_rows[now, j] += head_begin * k_head
                 value_rows[now, j] += head_begin * v_head
-            scores_of_block(rule_tag, kind, number_kind, rules, q, operand, heads, rows, key_rows[now], k_head,
-                            queries.dim, queries.scale, s, k_coming, idle, rotated, rotated_rows, head_begin,
-                            key_position + key, n)  # fmt: skip
+            whole = last_first <= key and first_end >= key + n
+            block = Block(key, n, key_position + key, head_begin, first, end, whole)
+            k_side = Side(key_rows[now], key_rows[after], k_head, level[K_SLOT])
+            v_side = Side(value_rows[now], value_rows[after], v_head, level[V_SLOT])
+            score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, k_side,
+                        queries.dim, queries.scale, s, v_side, output.dim)  # fmt: skip
             select = apply_rules(rule_tag, kind, rules, s, n, heads * rows, key, key_base, key_position, dropped[now],
                                  qo_head, q_row, position)  # fmt: skip
-            select |= drop_outside(s, n, key, first, end, heads * rows)
+            if not whole:
+                drop_outside(s, n, key, first, end, heads * rows)
+                select = True
             softmax_block(kind, address_of(s), s.strides[0], n, padded(heads * rows), address_of(m), address_of(d_sum),
                           address_of(alpha))  # fmt: skip
-            weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(s), s.strides[0],
-                         address_of(value_rows[now]), v_head, n, output.dim, address_of(alpha), np.int64(select),
-                         address_of(v_coming), address_of(idle))  # fmt: skip
+            weigh_block(tile, kind, scratch, acc, heads, rows, s, block, v_side, output.dim, alpha, select, k_side,
+                        queries.dim, 0 if rotating else n_next)  # fmt: skip
             summed += n
             if n_next <= 0 or summed >= FOLD_KEYS:
                 fold(total, total_sum, total_m, acc, d_sum, m, heads * rows, output.dim)

@@ -65,3 +65,30 @@ def _narrow_row(kind: str):
 
 widen_float32, widen_float16, widen_bfloat16, widen_float64 = (_widen_row(kind) for kind in DTYPE_CODE)
 narrow_float32, narrow_float16, narrow_bfloat16 = (_narrow_row(kind) for kind in ("float32", "float16", "bfloat16"))
+
+
+@intrinsic
+def add_weighted_row(typingctx, kind, target, weight, source, n):
+    """``target[:n] += weight * source[:n]`` for a source of dtype `kind`; `target` is padded to whole vectors."""
+
+    def codegen(context, builder, sig, args):
+        _, target, weight, source, n = args
+        lanes = Lanes(builder, kind.tag)
+        factor = lanes.splat(weight)
+
+        def add(d, value):
+            at = lanes.add(target, lanes.mul(d, lanes.bytes))
+            lanes.store(lanes.fma(value, factor, lanes.load(at)), at)
+
+        def place(d):
+            return lanes.add(source, lanes.mul(d, itemsize(kind.tag)))
+
+        whole = builder.and_(n, lanes.const(-lanes.count))
+        with lanes.loop(0, whole, lanes.count) as (d, _):
+            add(d, lanes.load_cache(place(d)))
+        with lanes.loop(whole, n, lanes.count) as (d, _):
+            add(d, lanes.load_cache_up_to(place(d), builder.sub(n, d)))
+        return context.get_dummy_value()
+
+    number = types.float64 if kind.tag == "float64" else types.float32
+    return types.void(kind, types.int64, number, types.int64, types.int64), codegen

@@ -7,11 +7,10 @@ import math
 import numpy as np
 from numba.extending import overload
 
-from nbattn.cpu_ref.blocks import number_type, score_heads
+from nbattn.cpu_ref.blocks import number_type
 from nbattn.cpu_ref.compiling import part
-from nbattn.cpu_ref.number_formats import address_of, itemsize, load_cache
+from nbattn.cpu_ref.number_formats import load_cache
 from nbattn.cpu_ref.rows import read_number
-from nbattn.cpu_ref.tiles import KEYS
 from nbattn.scoring import LOG2E, alibi_bias, rotate_pair, soft_cap
 
 
@@ -52,13 +51,13 @@ def _apply_mask(rules, s, n, rows, key, qo_head, q_row):
 
 
 @part
-def _rotate_keys(kind, rules, rotated, key_rows, heads, head_begin, k_head_stride, size, dim, key_position, n):
-    """Scale and rotate the K rows of a block in half-split pairs into ``rotated[head * KEYS + j]``."""
-    half = dim // 2
+def rotate_keys(kind, rules, rotated, key_rows, heads, head_begin, k_head_stride, size, dim, key_position, n):
+    """Scale and rotate the K rows of a block in half-split pairs into ``rotated[head * keys + j]``."""
+    half, keys = dim // 2, key_rows.shape[0]
     scaled = rules.k_scale.shape[0] > 0
     for head in range(heads):
-        for j in range(KEYS):
-            target = rotated[head * KEYS + j]
+        for j in range(keys):
+            target = rotated[head * keys + j]
             place = key_rows[j] + head * k_head_stride
             for d in range(target.shape[0]):
                 target[d] = load_cache(kind, place + d * size) if d < dim else 0
@@ -69,36 +68,6 @@ def _rotate_keys(kind, rules, rotated, key_rows, heads, head_begin, k_head_strid
             cos, sin = rules.cos[position], rules.sin[position]
             for d in range(half):
                 target[d], target[d + half] = rotate_pair(target[d], target[d + half], cos[d], sin[d])
-
-
-def scores_of_block(rule_tag, kind, number_kind, rules, q, operand, heads, rows, key_rows, k_head_stride, dim, scale, s,
-                    coming, idle, rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
-    """Fill ``s[j, row]`` with the raw scores of a block; with `FULL` rules keys may be rotated first."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(scores_of_block, inline="always")
-def _scores_of_block(rule_tag, kind, number_kind, rules, q, operand, heads, rows, key_rows, k_head_stride, dim, scale,
-                     s, coming, idle, rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
-    size = itemsize(kind.tag)
-
-    def plain(rule_tag, kind, number_kind, rules, q, operand, heads, rows, key_rows, k_head_stride, dim, scale, s,
-              coming, idle, rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
-        score_heads(kind, operand[0], operand[1], heads, rows, address_of(key_rows), k_head_stride, dim, scale,
-                    address_of(s), s.strides[0], address_of(coming), address_of(idle))  # fmt: skip
-
-    def full(rule_tag, kind, number_kind, rules, q, operand, heads, rows, key_rows, k_head_stride, dim, scale, s,
-             coming, idle, rotated, rotated_rows, head_begin, key_position, n):  # fmt: skip
-        if rules.cos.shape[0] == 0:
-            score_heads(kind, operand[0], operand[1], heads, rows, address_of(key_rows), k_head_stride, dim, scale,
-                        address_of(s), s.strides[0], address_of(coming), address_of(idle))  # fmt: skip
-        else:
-            _rotate_keys(kind, rules, rotated, key_rows, heads, head_begin, k_head_stride, size, dim, key_position, n)
-            score_heads(number_kind, address_of(q), q.strides[0], heads, rows, address_of(rotated_rows),
-                        KEYS * rotated.strides[0], dim, scale, address_of(s), s.strides[0], address_of(coming),
-                        address_of(idle))  # fmt: skip
-
-    return plain if rule_tag.tag == "plain" else full
 
 
 def apply_rules(rule_tag, kind, rules, s, n, rows, key, key_base, key_position, dropped, qo_head, q_row, position):

@@ -40,4 +40,5 @@ def _unbox_tag(tag_type, obj, context):
 CACHE_KINDS = {
     name: Tag(name) for name in ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int8")
 }
-PLAIN, FULL = Tag("plain"), Tag("full")
+PLAIN, FULL = Tag("plain"), Tag("full")  # rules: positions only, or more
+FEW, MANY = Tag("few"), Tag("many")  # packed query rows of a task

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from nbattn.cpu_ref.paged_attention import paged_worker
 from nbattn.cpu_ref.prepare_query import ROWS_PER_TASK as PREPARED_PER_TASK
 from nbattn.cpu_ref.prepare_query import prepare_worker
 from nbattn.cpu_ref.problem import MASK_BOOL, Output, Queries, Rules, States
-from nbattn.cpu_ref.tags import CACHE_KINDS, FULL, PLAIN
+from nbattn.cpu_ref.tags import CACHE_KINDS, FEW, FULL, MANY, PLAIN, Tag
 from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan, Tiling
 from nbattn.problem import Level, Preparation, Problem
@@ -27,7 +27,7 @@ from nbattn.threads import get_num_threads
 from nbattn.work_list import KEY_BEGIN, KEY_END, ROW_BEGIN, ROW_END, SHARES_PER_THREAD, WorkList, build_gather_work
 
 FEW_ROWS = 16  # packed rows of a KV head up to which a task takes all heads, so that tokens are read in order
-MANY_ROWS = 128  # packed rows of a task with one head: its accumulators and queries stay in L2
+MANY_ROWS = 192  # packed rows of a task with one head: its accumulators and queries stay in L2
 SERIAL_NANOSECONDS = 60_000  # work below it is done before a second thread has started
 K_ADDRESS, V_ADDRESS = 0, 4  # in a row of the kernels' table of levels
 READ_RATE, DOT_RATE = 16.0, 50.0  # bytes and multiply-adds per nanosecond of one thread, roughly
@@ -48,15 +48,32 @@ def lane() -> int:
     return get_num_threads()
 
 
+class Tasks(NamedTuple):
+    """Tasks of one kind.
+
+    Attributes
+    ----------
+    tile : Tag
+        `FEW` or `MANY` packed rows.
+    tasks : int32 array, shape [num_tasks, 3]
+        Work item, first KV head, KV heads.
+    max_rows, max_heads : int
+        Most packed rows and most KV heads of a task.
+    """
+
+    tile: Tag
+    tasks: np.ndarray
+    max_rows: int
+    max_heads: int
+
+
 class TaskList:
     """A plan's work items as tasks of the worker team: each with all KV heads if its rows are few, else with one.
 
     Attributes
     ----------
-    tasks : int32 array, shape [num_tasks, 3]
-        Work item, first KV head, KV heads.
-    max_rows, max_heads : int
-        Most packed rows and most KV heads of a task.
+    kinds : list of Tasks
+        One of each kind that there is, many rows first.
     numbers, dots : int
         Numbers read and multiply-adds of all tasks.
     """
@@ -72,17 +89,20 @@ class TaskList:
         num_kv_heads, work = self.num_kv_heads, plan.work_list.work
         group, max_tokens = self.num_qo_heads // num_kv_heads, plan.work_list.max_tokens
         tokens = 1 if max_tokens == 1 else work[:, ROW_END].astype(np.int64) - work[:, ROW_BEGIN]
-        self.tasks = np.zeros((len(work), 3), np.int32)
-        self.tasks[:, 0], self.tasks[:, 2] = np.arange(len(work)), num_kv_heads
-        self.max_rows, self.max_heads = max_tokens * group * num_kv_heads, num_kv_heads
+        few, few_tokens = np.arange(len(work)), max_tokens
+        self.kinds = []
         if max_tokens * group > FEW_ROWS:
-            rows = np.broadcast_to(tokens * group, len(work))
-            heads = np.where(rows <= FEW_ROWS, num_kv_heads, 1)
-            self.max_rows, self.max_heads = int((rows * heads).max(initial=0)), int(heads.max(initial=1))
-            per_item = num_kv_heads // heads
-            item = np.repeat(np.arange(len(work)), per_item)
-            first = np.arange(len(item)) - np.repeat(np.cumsum(per_item) - per_item, per_item)
-            self.tasks = np.column_stack([item, first, heads[item]]).astype(np.int32)
+            is_few = np.broadcast_to(tokens * group <= FEW_ROWS, len(work))
+            few, many = np.flatnonzero(is_few), np.flatnonzero(~is_few)
+            few_tokens = FEW_ROWS // group
+            if len(many):
+                tasks = np.ones((num_kv_heads, len(many), 3), np.int32)  # tiles of one head read the same keys in turn
+                tasks[:, :, 0], tasks[:, :, 1] = many, np.arange(num_kv_heads)[:, None]
+                self.kinds.append(Tasks(MANY, tasks.reshape(-1, 3), max_tokens * group, 1))
+        if len(few):
+            tasks = np.zeros((len(few), 3), np.int32)
+            tasks[:, 0], tasks[:, 2] = few, num_kv_heads
+            self.kinds.append(Tasks(FEW, tasks, few_tokens * group * num_kv_heads, num_kv_heads))
         keys = work[:, KEY_END] - work[:, KEY_BEGIN]
         num_keys = int(keys.sum(dtype=np.int64))
         self.numbers = num_keys * num_kv_heads * self.dims
@@ -109,7 +129,7 @@ class PagedCall:
         self.output: tuple[Any, ...] = _output(problem)[1:]
         self.head_dim_vo = kv.head_dim_vo
         self.levels = np.array([_level_row(level.kv) for level in problem.levels], np.int64)
-        self.entry: Any = None  # the kernel's compiled code
+        self.entries: dict[Any, Any] = {}  # the kernel's compiled code for each kind of task
         self.no_states = None if plan.work_list.num_states else _states(plan.work_list, 0, 0, number)
 
     address = staticmethod(address_of)
@@ -125,15 +145,16 @@ class PagedCall:
         for level, address in enumerate(pages[1::2]):
             levels[level, V_ADDRESS] = address
         kind, rule_tag, number_kind = self.tags
-        tasks = self.tasks
-        if len(tasks.tasks):
+        threads = _threads(self.bytes_read, self.tasks.dots)
+        for tile, tasks, max_rows, max_heads in self.tasks.kinds:
             arguments = (
-                kind, rule_tag, np.zeros(2, np.int64), number_kind, tasks.tasks, self.work_list.work,
-                levels, tasks.max_rows, tasks.max_heads, Queries(q, *self.queries), output, states, self.rules,
+                kind, rule_tag, np.zeros(2, np.int64), number_kind, tile, tasks, self.work_list.work,
+                levels, max_rows, max_heads, Queries(q, *self.queries), output, states, self.rules,
             )  # fmt: skip
-            if self.entry is None:
-                self.entry = workers.entry_of(paged_worker, self.tags, arguments)
-            workers.run_entry(self.entry, len(tasks.tasks), _threads(self.bytes_read, tasks.dots), arguments)
+            entry = self.entries.get(tile)
+            if entry is None:
+                entry = self.entries[tile] = workers.entry_of(paged_worker, (*self.tags, tile), arguments)
+            workers.run_entry(entry, len(tasks), threads, arguments)
         _merge_splits(self.work_list, output, states)
         return True
 
@@ -220,7 +241,7 @@ def _run_merge(kind: str, num_rows: int, bytes_read: int, num_heads: int, *rest:
     size = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[kind]
     workers.run(
         merge_worker, (kind,), tasks, _threads(bytes_read, bytes_read // size),
-        CACHE_KINDS[kind], size, np.zeros(2, np.int64), tasks, num_heads, *rest,
+        CACHE_KINDS[kind], num_heads, np.zeros(2, np.int64), tasks, *rest,
     )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 """The three tile operations of the CPU kernels: scores, softmax, weighted values.
 
 A tile is a few query rows by a few keys, or a few query rows by a slice of the value vectors; its accumulators stay in
-vector registers. Shapes are small constants, everything else is run-time. Scores lie as ``s[key, row]``, so that the
-softmax works on whole vectors of rows and a weight is one broadcast load. All addresses and strides are in bytes.
-Each operation gives its meaning in NumPy; `KEYS` keys make a block.
+vector registers. Few rows are multiplied with vectors along the head dimension; many rows fill the lanes of panels and
+are multiplied with broadcast numbers, at the CPU's peak. Shapes are small constants, everything else is run-time.
+Scores lie as ``s[key, row]``, so that the softmax works on whole vectors of rows and a weight is one broadcast load.
+All addresses and strides are in bytes. Each operation gives its meaning in NumPy; `KEYS` keys make a block of few rows.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from nbattn.cpu_ref.lanes import Lanes, lane_count, uses_dot
-from nbattn.cpu_ref.number_formats import I32, I64, itemsize
+from nbattn.cpu_ref.cpu import REGISTER_BYTES
+from nbattn.cpu_ref.lanes import TO_L1, Lanes, lane_count, uses_dot
+from nbattn.cpu_ref.number_formats import I64, itemsize
 from nbattn.scoring import LOWEST
 
 FOLD_KEYS = 2048  # keys after which the running sums are folded into totals: 32768 in one sum were 10 times over budget
 KEYS = 16  # keys of a block: 64 of them overflow L2 together with the prefetched next block
 LINE_BYTES = 64
+PANEL_VECTORS = 2  # of a panel: `panel_height` times as many sums, the panel and a broadcast fill the registers
 _BYTES = types.int64
 
 
@@ -165,6 +168,79 @@ score_tile_4, score_tile_1 = _score_tile(4), _score_tile(1)
 value_tile_4, value_tile_1, value_tile_1_select = _value_tile(4), _value_tile(1), _value_tile(1, select=True)
 
 
+def panel_height() -> int:
+    """Return how many broadcast numbers a panel is multiplied with at once: keys, or query rows."""
+    return 12 if REGISTER_BYTES == 64 else 6
+
+
+def panel_width(kind: str) -> int:
+    """Return how many numbers a panel has side by side: query rows, or elements of the value vectors."""
+    return PANEL_VECTORS * lane_count(kind)
+
+
+def _panel_sums(lanes: Lanes, a, a_row, a_step, panel, panel_step, steps) -> list[list]:
+    """Return ``sum_k a[i, k] * panel[k, :]`` for `panel_height` rows i: numbers, or with `dot` pairs of them."""
+    rows = [lanes.add(a, lanes.mul(a_row, i)) for i in range(panel_height())]
+    sums = [[lanes.variable(lanes.splat(0.0)) for _ in range(PANEL_VECTORS)] for _ in rows]
+    with lanes.loop(0, steps, 1) as (k, _):
+        here = lanes.add(panel, lanes.mul(panel_step, k))
+        vectors = [lanes.load_query(lanes.add(here, t * lanes.count * lanes.bytes)) for t in range(PANEL_VECTORS)]
+        inside = lanes.mul(a_step, k)
+        for row, row_sums in zip(rows, sums, strict=True):
+            factor = lanes.load_weight(lanes.add(row, inside))
+            for vector, total in zip(vectors, row_sums, strict=True):
+                lanes.builder.store(lanes.multiply_add(factor, vector, lanes.read(total)), total)
+    return [[lanes.read(total) for total in row_sums] for row_sums in sums]
+
+
+@intrinsic
+def score_panel(typingctx, kind, k, k_stride, q, steps, scale, s, s_stride):
+    """``s[j, :panel_width] = scale * k[j] @ q[:, :panel_width]`` for ``j < panel_height``.
+
+    `q` is a panel of `pack_queries`, k rows of `pack_keys`; `steps` is the head size, or half of it with `uses_dot`.
+    """
+
+    def codegen(context, builder, sig, args):
+        _, k, k_stride, q, steps, scale, s, s_stride = args
+        lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
+        number, factor = lanes.const(lanes.bytes), lanes.splat(scale)
+        sums = _panel_sums(lanes, k, k_stride, number, q, lanes.const(panel_width(kind.tag) * lanes.bytes), steps)
+        for j, row_sums in enumerate(sums):
+            for t, total in enumerate(row_sums):
+                place = lanes.add(lanes.mul(s_stride, j), t * lanes.count * lanes.bytes)
+                lanes.store(lanes.product(total, factor), lanes.add(s, place))
+        return context.get_dummy_value()
+
+    number = types.float64 if kind.tag == "float64" else types.float32
+    return types.void(kind, *[_BYTES] * 4, number, *[_BYTES] * 2), codegen
+
+
+@intrinsic
+def value_panel(typingctx, kind, p, p_stride, v, steps, alpha, acc, acc_stride):
+    """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j, :panel_width]`` for ``i < panel_height``.
+
+    `v` is a panel of `pack_values`, `steps` are keys, or pairs of keys with `uses_dot`; p is as of `pack_weights`.
+    """
+
+    def codegen(context, builder, sig, args):
+        _, p, p_stride, v, steps, alpha, acc, acc_stride = args
+        lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
+        rows = [lanes.add(acc, lanes.mul(acc_stride, i)) for i in range(panel_height())]
+        for row in rows:  # used after the sums
+            for place in range(0, panel_width(kind.tag) * lanes.bytes, LINE_BYTES):
+                lanes.prefetch(lanes.add(row, place), TO_L1)
+        step = lanes.const(panel_width(kind.tag) * lanes.bytes)
+        sums = _panel_sums(lanes, p, lanes.const(lanes.bytes), p_stride, v, step, steps)
+        for i, row_sums in enumerate(sums):
+            factor = lanes.load_splat(lanes.add(alpha, i * lanes.bytes))
+            for t, total in enumerate(row_sums):
+                at = lanes.add(rows[i], t * lanes.count * lanes.bytes)
+                lanes.store(lanes.fma(lanes.load(at), factor, total), at)
+        return context.get_dummy_value()
+
+    return types.void(kind, *[_BYTES] * 8), codegen
+
+
 @intrinsic
 def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
     """Fold a block of scores into the running softmax of `rows` rows (a multiple of the lanes).
@@ -200,39 +276,3 @@ def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
         return context.get_dummy_value()
 
     return types.void(kind, *[_BYTES] * 7), codegen
-
-
-@intrinsic
-def pack_weights(typingctx, kind, p, p_stride, n, rows):
-    """For a kind that `uses_dot`, round the weights to bfloat16 and put those of two keys side by side.
-
-    ``p[j // 2, row]`` becomes the pair ``p[j, row], p[j + 1, row]``, the lower half first; an odd last key is paired
-    with 0. For other kinds nothing is done.
-    """
-
-    def codegen(context, builder, sig, args):
-        _, p, p_stride, n, rows = args
-        if uses_dot(kind.tag):
-            lanes = Lanes(builder, "float32")
-            words = ir.VectorType(I32, lanes.count)
-
-            def word(x: int) -> ir.Constant:
-                return ir.Constant(words, [x] * lanes.count)
-
-            def rounded_bits(value):  # a weight is finite and positive, or a NaN that stays one
-                bits = builder.bitcast(value, words)
-                odd = builder.and_(builder.lshr(bits, word(16)), word(1))
-                return builder.add(bits, builder.add(odd, word(0x7FFF)))
-
-            with lanes.loop(0, rows, lanes.count) as (row, _), lanes.loop(0, n, 2) as (j, _):
-                column = lanes.add(p, lanes.mul(row, lanes.bytes))
-                at = lanes.add(column, lanes.mul(p_stride, j))
-                there = builder.icmp_signed("<", lanes.add(j, 1), n)
-                first = builder.lshr(rounded_bits(lanes.load(at)), word(16))
-                second = builder.and_(rounded_bits(lanes.load(lanes.add(at, p_stride))), word(-65536))
-                second = builder.select(there, second, ir.Constant(words, None))
-                pair = builder.bitcast(builder.or_(first, second), lanes.vector)
-                lanes.store(pair, lanes.add(column, lanes.mul(p_stride, builder.lshr(j, lanes.const(1)))))
-        return context.get_dummy_value()
-
-    return types.void(kind, *[_BYTES] * 4), codegen

@@ -72,17 +72,17 @@ def result_record(
         Seconds of each limit; the largest of memory and arithmetic is the machine's, of the ways to read the fastest.
     """
     ours = samples.pop("nbattn")
-    read = min((times for name, times in limits.items() if name.startswith("read")), key=np.median)
-    limit = max([read, *(times for name, times in limits.items() if not name.startswith("read"))], key=np.median)
+    read = min((times for name, times in limits.items() if name.startswith("read")), key=np.nanmedian)
+    limit = max([read, *(times for name, times in limits.items() if not name.startswith("read"))], key=np.nanmedian)
     ratios = {name: float(np.nanmedian(times / ours)) for name, times in samples.items()}
     rivals = {name: ratio for name, ratio in ratios.items() if not name.startswith("nbattn")}
     return {
         "kind": "result", "op": shape.op, "shape": shape.name, "threads": threads, "timer": timer,
         "heads": list(shape.heads), "head_dim": shape.head_dim, "page_size": shape.page_size, "layout": shape.layout,
         "dtype": shape.dtype, "itemsize": shape.itemsize, "bytes": shape.bytes, "flops": shape.flops,
-        "repeats": len(ours), "ours_us": 1e6 * float(np.median(ours)), "limit_us": 1e6 * float(np.median(limit)),
-        "x_limit": float(np.median(ours / limit)),
-        "limits_us": {name: 1e6 * float(np.median(times)) for name, times in limits.items()},
+        "repeats": len(ours), "ours_us": 1e6 * float(np.nanmedian(ours)), "limit_us": 1e6 * float(np.nanmedian(limit)),
+        "x_limit": float(np.nanmedian(ours / limit)),
+        "limits_us": {name: 1e6 * float(np.nanmedian(times)) for name, times in limits.items()},
         "rivals_us": {name: 1e6 * float(np.nanmedian(times)) for name, times in samples.items()},
         "rivals_ratio": rivals, "variants_ratio": {n: r for n, r in ratios.items() if n not in rivals},
         "limit_bar": shape.limit_bar, "rival_bar": shape.rival_bar, "bars_threads": shape.threads,

@@ -1,0 +1,215 @@
+"""The steps of a block that differ between tasks of few and of many rows, chosen by the type of a `Tag`.
+
+`FEW` rows of all KV heads read the caches as they lie in memory; `MANY` rows of one head pack keys and values first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba.extending import overload
+
+from nbattn.cpu_ref.blocks import list_coming, number_type, query_operand, score_heads, weigh_values
+from nbattn.cpu_ref.many_rows import (
+    PANEL_KEYS,
+    SPARE_COLUMNS,
+    SPARE_ROWS,
+    pack_key_share,
+    panel_constants,
+    score_panels,
+    weigh_panels,
+)
+from nbattn.cpu_ref.number_formats import address_of, itemsize
+from nbattn.cpu_ref.packing import pack_queries
+from nbattn.cpu_ref.rules import rotate_keys
+from nbattn.cpu_ref.tiles import KEYS
+
+
+class FewRows(NamedTuple):
+    """Scratch of a task of few rows."""
+
+    k_coming: np.ndarray  # int64 [max_heads * KEYS]: rows of the next block in the order of memory
+    v_coming: np.ndarray
+    idle: np.ndarray  # int64 [KEYS]: places where a prefetch costs nothing
+    rotated_rows: np.ndarray  # int64 [KEYS]: where rotated keys lie
+    rotated: np.ndarray  # number [max_heads * KEYS, dim], or without rows
+
+
+class ManyRows(NamedTuple):
+    """Scratch of a task of many rows."""
+
+    queries: np.ndarray  # number [rows * dim]: panels of packed queries
+    keys: np.ndarray  # number [PANEL_KEYS, dim]: packed, or rotated
+    values: np.ndarray  # number [dim / width, PANEL_KEYS, width]: panels of packed values
+
+
+class Block(NamedTuple):
+    """A block of keys."""
+
+    key: int  # the first
+    n: int
+    position: int  # of the first
+    head_begin: int
+    first: np.ndarray  # int64 [rows]: the keys that each row sees
+    end: np.ndarray
+    whole: bool  # all rows see all keys
+
+
+class Side(NamedTuple):
+    """Where the rows of K or V lie."""
+
+    rows: np.ndarray  # int64 [keys]: of this block and the task's first head
+    coming: np.ndarray  # of the next block and head 0
+    head_stride: int
+    slot_stride: int
+
+
+def block_shape(tile):
+    """Return (keys of a block, spare rows, spare columns of accumulators)."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(block_shape, inline="always")
+def _block_shape(tile):
+    shape = (KEYS, 4, 0) if tile.tag == "few" else (PANEL_KEYS, SPARE_ROWS, SPARE_COLUMNS)
+    return lambda tile: shape  # four: a tile of four rows may write scores of up to three behind the last
+
+
+def make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
+    """Return the scratch arrays of a worker."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(make_scratch)
+def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
+    def few(tile, kind, q, rotating, max_heads, dim, value_dim):
+        places = np.empty((2 * max_heads + 2) * KEYS, np.int64)
+        idle, rotated_rows, coming = places[:KEYS], places[KEYS : 2 * KEYS], places[2 * KEYS :]
+        rotated = np.empty((max_heads * KEYS if rotating else 0, q.shape[1]), number_type(kind))
+        for j in range(KEYS):
+            idle[j] = address_of(q)
+            rotated_rows[j] = address_of(rotated) + j * rotated.strides[0]
+        middle = max_heads * KEYS
+        return FewRows(coming[:middle], coming[middle:], idle, rotated_rows, rotated)
+
+    def many(tile, kind, q, rotating, max_heads, dim, value_dim):
+        number, width = number_type(kind), panel_constants(kind)[1]
+        return ManyRows(
+            np.zeros(q.shape[0] * q.shape[1], number),
+            np.zeros((PANEL_KEYS, q.shape[1] + SPARE_COLUMNS), number),
+            np.zeros(((value_dim + width - 1) // width, PANEL_KEYS, width), number),
+        )
+
+    return few if tile.tag == "few" else many
+
+
+def prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
+    """Bring the first `rows` of `q` and the first block's `n` keys into the form that scores are computed from.
+
+    Returns address and stride of the rows.
+    """
+    raise NotImplementedError("compiled code only")
+
+
+@overload(prepare_rows)
+def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
+    def few(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
+        return query_operand(kind, q, bits, rows, dim)
+
+    def many(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
+        operand = query_operand(kind, q, bits, rows, dim)
+        step = panel_constants(kind)[4]
+        pack_queries(kind, operand[0], operand[1], rows, (dim + step - 1) // step, address_of(scratch.queries))
+        pack_key_share(kind, scratch.keys, key_rows, k_head, dim, n, 0, 1)
+        return operand
+
+    def many_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
+        operand = query_operand(kind, q, bits, rows, dim)
+        step = panel_constants(kind)[4]
+        if rotating:  # keys are rotated in the arithmetic type
+            pack_queries(number_kind, address_of(q), q.strides[0], rows, dim, address_of(scratch.queries))
+        else:
+            pack_queries(kind, operand[0], operand[1], rows, (dim + step - 1) // step, address_of(scratch.queries))
+            pack_key_share(kind, scratch.keys, key_rows, k_head, dim, n, 0, 1)
+        return operand
+
+    if tile.tag == "few":
+        return few
+    return many if rule_tag.tag == "plain" else many_full
+
+
+def score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
+                values, value_dim):  # fmt: skip
+    """Fill ``s[j, row]`` with the raw scores of a block; with `FULL` rules keys may be rotated first.
+
+    Scores of keys that a row does not see may be left as they are.
+
+    Parameters
+    ----------
+    block : Block
+    keys, values : Side
+    """
+    raise NotImplementedError("compiled code only")
+
+
+@overload(score_block, inline="always")
+def _score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
+                 values, value_dim):  # fmt: skip
+    size = itemsize(kind.tag)
+
+    def few(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
+            values, value_dim):  # fmt: skip
+        list_coming(scratch.k_coming, keys.coming, heads, block.head_begin, keys.head_stride, keys.slot_stride)
+        score_heads(kind, operand[0], operand[1], heads, rows, address_of(keys.rows), keys.head_stride, dim, scale,
+                    address_of(s), s.strides[0], address_of(scratch.k_coming), address_of(scratch.idle))  # fmt: skip
+
+    def few_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale,
+                 s, values, value_dim):  # fmt: skip
+        list_coming(scratch.k_coming, keys.coming, heads, block.head_begin, keys.head_stride, keys.slot_stride)
+        if rules.cos.shape[0] == 0:
+            score_heads(kind, operand[0], operand[1], heads, rows, address_of(keys.rows), keys.head_stride, dim,
+                        scale, address_of(s), s.strides[0], address_of(scratch.k_coming),
+                        address_of(scratch.idle))  # fmt: skip
+        else:
+            rotate_keys(kind, rules, scratch.rotated, keys.rows, heads, block.head_begin, keys.head_stride, size, dim,
+                        block.position, block.n)  # fmt: skip
+            score_heads(number_kind, address_of(q), q.strides[0], heads, rows, address_of(scratch.rotated_rows),
+                        KEYS * scratch.rotated.strides[0], dim, scale, address_of(s), s.strides[0],
+                        address_of(scratch.k_coming), address_of(scratch.idle))  # fmt: skip
+
+    def many(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
+             values, value_dim):  # fmt: skip
+        score_panels(kind, kind, scratch, rows, block, dim, scale, s, values, value_dim)
+
+    def many_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale,
+                  s, values, value_dim):  # fmt: skip
+        if rules.cos.shape[0] == 0:
+            score_panels(kind, kind, scratch, rows, block, dim, scale, s, values, value_dim)
+        else:
+            rotate_keys(kind, rules, scratch.keys, keys.rows, 1, block.head_begin, keys.head_stride, size, dim,
+                        block.position, block.n)  # fmt: skip
+            score_panels(number_kind, kind, scratch, rows, block, dim, scale, s, values, value_dim)
+
+    if tile.tag == "few":
+        return few if rule_tag.tag == "plain" else few_full
+    return many if rule_tag.tag == "plain" else many_full
+
+
+def weigh_block(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
+    """Scale the accumulators by `alpha` and add a block's weighted values; see `weigh_values` and `weigh_panels`."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(weigh_block, inline="always")
+def _weigh_block(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
+    def few(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
+        list_coming(scratch.v_coming, values.coming, heads, block.head_begin, values.head_stride, values.slot_stride)
+        weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(p), p.strides[0],
+                     address_of(values.rows), values.head_stride, block.n, dim, address_of(alpha), np.int64(select),
+                     address_of(scratch.v_coming), address_of(scratch.idle))  # fmt: skip
+
+    def many(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
+        weigh_panels(kind, scratch, acc, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next)
+
+    return few if tile.tag == "few" else many
