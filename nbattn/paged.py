@@ -81,7 +81,8 @@ def paged_attention(
     q_positions : int array, shape [total_q], optional
         Position of each row, instead of the rule above.
     plan : Plan, optional
-        A plan made by `nbattn.plan` for these lengths and options.
+        A plan made by `nbattn.plan` for these lengths and options. Without one, calls over a table (`kv` and what its
+        `with_pages` returns) share a plan that lives as long as the table.
     split_size : int, optional
         Keys of one split of a long range; with it results do not depend on the batch around a request.
     out_dtype : dtype, optional
