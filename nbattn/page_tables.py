@@ -38,7 +38,7 @@ SLOTS = TableForm("slot_ids", "kv_lens", "slots")
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PageTable:
-    """A checked snapshot of one table.
+    """A checked snapshot of one table; its arrays on the host are read-only.
 
     Attributes
     ----------
@@ -142,7 +142,11 @@ def _checked(
     indptr: np.ndarray, ids: Array, lens: np.ndarray, page_size: int, num_pages: int, form: TableForm
 ) -> PageTable:
     raise_first(table_faults(indptr, ids, lens, page_size, num_pages, form))
-    return PageTable(indptr.astype(np.int32), snapshot(ids), lens.astype(np.int32), page_size, num_pages, form)
+    kept = indptr.astype(np.int32), snapshot(ids), lens.astype(np.int32)
+    for array in kept:
+        if isinstance(array, np.ndarray):
+            array.flags.writeable = False  # plans made for them would not notice
+    return PageTable(*kept, page_size, num_pages, form)
 
 
 def table_faults(

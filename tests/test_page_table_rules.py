@@ -318,11 +318,17 @@ def test_with_pages_refuses_another_geometry(case):
     assert str(caught.value) == message
 
 
+def forced(array):
+    """Return an array of a table, which is read-only, ready to be damaged."""
+    array.flags.writeable = True
+    return array
+
+
 def test_check_names_every_broken_rule():
     kv = from_page_table(indices=np.array([6, 2, 4, 1, 1]))
     assert kv.check() is None
-    kv.kv_indices[[1, 4]] = [7, 8]
-    kv.kv_lens[[0, 2]] = [10, 1]
+    forced(kv.kv_indices)[[1, 4]] = [7, 8]
+    forced(kv.kv_lens)[[0, 2]] = [10, 1]
     with pytest.raises(PageTableError) as caught:
         kv.check()
     assert str(caught.value).splitlines() == [
@@ -337,12 +343,12 @@ def test_check_names_every_broken_rule():
 
 def test_check_counts_what_it_does_not_list():
     kv = from_slots([1] * 7)
-    kv.kv_lens[6] = 99
+    forced(kv.kv_lens)[6] = 99
     with pytest.raises(PageTableError, match=r"^kv_lens\[6\]: [^\n]*$"):
         kv.check()
     table = np.zeros((1, 12), np.int32)
     kv = from_block_table(table=table, lens=np.array([36]))
-    kv.kv_indices[:] = 7
+    forced(kv.kv_indices)[:] = 7
     with pytest.raises(PageTableError) as caught:
         kv.check()
     lines = str(caught.value).splitlines()
@@ -352,7 +358,7 @@ def test_check_counts_what_it_does_not_list():
 
 def test_check_finds_broken_offsets():
     kv = from_page_table()
-    kv.kv_indptr[:] = [1, 0, 5, 6]
+    forced(kv.kv_indptr)[:] = [1, 0, 5, 6]
     with pytest.raises(PageTableError) as caught:
         kv.check()
     assert str(caught.value).splitlines() == [

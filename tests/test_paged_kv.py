@@ -241,3 +241,13 @@ def test_importing_a_cache_loads_no_gpu_package_and_no_compiler():
     code = "import sys, nbattn.kv_cache; print([m for m in ('cupy', 'numba', 'numba.cuda') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["kv_lens", "kv_indptr", "kv_indices"])
+def test_a_checked_table_cannot_be_written(name):
+    lens, cache = np.array([3, 5], np.int32), np.zeros((2, 8, 1, 4), np.float32)
+    kv = PagedKV.from_slots(cache, cache, lens)
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(kv, name)[0] = 1
+    lens[0] = 8  # the caller's own array may be
+    assert kv.kv_lens.tolist() == [3, 5]
