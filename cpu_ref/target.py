@@ -130,7 +130,8 @@ class PagedCall:
         self.head_dim_vo = kv.head_dim_vo
         self.levels = np.array([_level_row(level.kv) for level in problem.levels], np.int64)
         self.entries: dict[Any, Any] = {}  # the kernel's compiled code for each kind of task
-        self.no_states = None if plan.work_list.num_states else _states(plan.work_list, 0, 0, number)
+        none = not plan.work_list.num_states
+        self.no_states = _states(plan.work_list, self.num_qo_heads, self.head_dim_vo, number) if none else None
 
     address = staticmethod(address_of)
 
