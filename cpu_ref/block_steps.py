@@ -153,7 +153,7 @@ def score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, h
     raise NotImplementedError("compiled code only")
 
 
-@overload(score_block, inline="always")
+@overload(score_block)
 def _score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
                  values, value_dim):  # fmt: skip
     size = itemsize(kind.tag)
@@ -201,7 +201,7 @@ def weigh_block(tile, kind, scratch, acc, heads, rows, p, block, values, dim, al
     raise NotImplementedError("compiled code only")
 
 
-@overload(weigh_block, inline="always")
+@overload(weigh_block)
 def _weigh_block(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
     def few(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
         list_coming(scratch.v_coming, values.coming, heads, block.head_begin, values.head_stride, values.slot_stride)

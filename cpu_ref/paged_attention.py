@@ -81,10 +81,10 @@ def find_rows(key_rows, value_rows, dropped, level, page_begin, key, n):
 def drop_outside(s, n, first_key, first, end, rows):
     """Set the scores of keys outside each row's interval to -inf."""
     for row in range(rows):
-        for j in range(min(first[row] - first_key, n)):
-            s[j, row] = -math.inf
-        for j in range(max(end[row] - first_key, 0), n):
-            s[j, row] = -math.inf
+        if first[row] > first_key or end[row] < first_key + n:
+            for j in range(n):
+                if first_key + j < first[row] or first_key + j >= end[row]:
+                    s[j, row] = -math.inf
 
 
 @kernel
@@ -159,7 +159,10 @@ def paged_worker(
             first[packed], end[packed] = visible_keys(
                 position[packed], key_position, kv_len, item[CAUSAL] != 0, rules.window_left, rules.chunk_size
             )
-            last_first, first_end = max(last_first, first[packed]), min(first_end, end[packed])
+            if first[packed] > last_first:
+                last_first = first[packed]
+            if end[packed] < first_end:
+                first_end = end[packed]
         key, key_end = np.int64(item[KEY_BEGIN]), np.int64(item[KEY_END])
         n, now = min(keys, key_end - key), 0
         if n > 0:
