@@ -19,6 +19,7 @@ from nbattn.cuda_kernels.parameters import KINDS
 from nbattn.cuda_kernels.shapes import (
     CHUNK_BYTES,
     DECODE_ROWS,
+    LARGEST_CLUSTERED_HEAD,
     PREFILL_ROWS,
     decode_shared_bytes,
     head_size_class,
@@ -209,7 +210,8 @@ def paged_kernels(
     for segment in metadata.segments:
         kv = kvs[segment.level]
         family, constants, pairs, shared_bytes = paged_specialisation(device, q, kv.k, kv.v, options, segment.tile)
-        cluster = 1 if segment.tile == "prefill" else metadata.cluster
+        clustered = segment.tile == "decode" and max(kv.head_dim_qk, kv.head_dim_vo) <= LARGEST_CLUSTERED_HEAD
+        cluster = metadata.cluster if clustered else 1
         grid = (segment.count * kv.k.shape[2] * cluster, -(-segment.pairs // pairs), 1)
         if family == "paged_decode" and cluster == 1:
             shared_bytes = decode_shared_bytes(constants["head_dim"], grid[0] * grid[1] / device.multiprocessors)

@@ -22,7 +22,8 @@ from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
 from nbattn.cuda_kernels.row_copies import make_row_copies
 from nbattn.cuda_kernels.rows import element
 from nbattn.cuda_kernels.shapes import gather_shape
-from nbattn.cuda_kernels.tile import make_tile, over_quad
+from nbattn.cuda_kernels.tile import make_tile
+from nbattn.cuda_kernels.tile_query import over_quad
 from nbattn.indexing import idiv, page_and_slot, selected_token
 from nbattn.scoring import shift, state_weight
 

@@ -36,8 +36,6 @@ class PagedCall:
     ----------
     addresses, options : tuple of int
         Where the arrays and options it was made from lie.
-    follows_plan : bool
-        Whether its page ids are the plan's own, which an update refills as it does the lengths.
     aligned : bool
         Whether it may be repeated: no array of data stands at an odd address, for which the kernels were chosen.
     """
@@ -63,12 +61,18 @@ class PagedCall:
         self._launches = []
         self._tables = [metadata.table(level, kv.kv_indices) for level, kv in enumerate(kvs)]
         tables = [address for address, _ in self._tables]
-        self.follows_plan = all(owner is metadata for _, owner in self._tables)
+        self._has_own_tables = all(owner is metadata for _, owner in self._tables)
+        self._most_states = metadata.most_states
         for level, kernel in paged_kernels(device, metadata, q, kvs, tables, options, out, lse):
             places = {**fixed, "k": 3 + 2 * level, "v": 4 + 2 * level}
             if kernel.family == "merge_states":
                 places.update(v=end, s=end + 1)
             self._launches.append(device.bind(kernel, self._cells, places))
+
+    @property
+    def follows_plan(self) -> bool:
+        """Whether its page ids are the plan's own, which an update refills, and merges are of as many states still."""
+        return self._has_own_tables and self._metadata.most_states == self._most_states
 
     def __call__(self, addresses: tuple[int, ...], options: tuple[int, ...] = ()) -> bool:
         """Run on arrays of the same forms, unless one is not aligned."""

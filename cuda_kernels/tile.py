@@ -7,7 +7,7 @@ The tile's rows are (query row, query head) pairs of one KV head, so that a grou
 
 Rows of K and V lie in shared memory as 16-byte chunks, chunk j of row i at place ``j ^ (i % 8)``: no bank conflicts.
 8-bit caches are widened to float16 on their way from there. One `ldmatrix` then gives a lane four neighbouring numbers
-where it gives two 16-bit ones, so the order of the dimensions inside a step of 16 differs: see `first_dim`, `out_dim`.
+where it gives two 16-bit ones, so the order of the dimensions inside a step of 16 differs: see `out_dim`, `tile_query`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from numba.cuda import float32, int32, int64, types, uint32
 from numba.extending import register_jitable
 
 from nbattn.cuda_kernels import ptx
-from nbattn.cuda_kernels.formats import BF16, CACHE_FORMATS, F16, F32, unpack_bf16
+from nbattn.cuda_kernels.formats import CACHE_FORMATS
 from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
+from nbattn.cuda_kernels.tile_query import make_query, over_quad
 from nbattn.indexing import mapped_page, page_and_slot
 from nbattn.scoring import shift, state_weight
-
-SHARES = 4  # parts of a tile of 16 rows of q, each brought by a warp
 
 
 @register_jitable
@@ -35,13 +34,6 @@ def look_up(key, key_end, page_begin, kv_indices, page_size):
     if key < key_end:
         page = ptx.load_i32(kv_indices + int64(page_begin + ordinal) * int64(4))
     return page, slot
-
-
-@register_jitable
-def over_quad(x, reduce):
-    """Reduce over the four lanes that hold one row."""
-    x = reduce(x, ptx.exchange_f32(x, int32(1)))
-    return reduce(x, ptx.exchange_f32(x, int32(2)))
 
 
 @register_jitable
@@ -81,24 +73,15 @@ def make_tile(
     form = CACHE_FORMATS[cache]
     pack, unpack, widen, multiply = form.pack, form.unpack, form.widen, form.multiply
     WIDEN, HALF = form.item_bytes == 1, form.multiply is ptx.multiply_f16
-    OWN_KIND = F16 if HALF else BF16
     K_ROW = V_ROW = head_dim * form.item_bytes
     ITEM = form.item_bytes
     KEY_ROW, PANEL = (128, 128 * keys) if panel_rows else (K_ROW, 128)  # bytes between rows and between 128-byte pieces
-    Q_SHARED = shares_query or panel_rows or head_dim * sixteens > 128  # the accumulators leave no registers for q
     S_ROWS, O_ROWS, ROWS = 2 * keys // 4, head_dim // 2, 2 * sixteens  # numbers of 16 rows, rows of a lane
-    STEPS, GROUPS, OUT_TILES = head_dim // 16, keys // 16, head_dim // 8
-    PAIRS = 2 * STEPS  # of neighbouring numbers, that a lane holds of a row of q
+    GROUPS, OUT_TILES = keys // 16, head_dim // 8
     PROBED = keys * V_ROW // (2048 if panel_rows else 512)  # turns of a warp; those of a warpgroup share a tile
-    SHARE = PAIRS // SHARES
+    query = make_query(cache, head_dim, sixteens, shares_query, panel_rows)
+    query_words = query.query_words
     PROBE_BITS, PROBE_ADD, PROBE_HIT = (uint32(x) for x in form.probe)
-
-    @register_jitable
-    def first_dim(step, half, c):
-        """First of the two dimensions of q that half `half` of a lane's fragment holds."""
-        if WIDEN:
-            return int32(step * 16) + int32(4) * c + int32(2 * half)
-        return int32(step * 16) + int32(2) * c + int32(8 * half)
 
     @register_jitable
     def out_dim(tile, e, c):
@@ -106,100 +89,6 @@ def make_tile(
         if WIDEN:
             return int32((tile // 2) * 16 + tile % 2 + 2 * e) + int32(4) * c
         return int32(tile * 8 + e) + int32(2) * c
-
-    @register_jitable
-    def load_words(words, address, head_dim, c):
-        """Load the lane's pairs of a row of q of 16-bit numbers; all loads are under way at once."""
-        for i in range(PAIRS):
-            dim = first_dim(i // 2, i % 2, c)
-            words[i] = ptx.load_u32_if(address + int64(dim) * int64(2), int32(dim < head_dim))
-
-    @register_jitable
-    def round_query(words, address, kind, head_dim, c):
-        """Load a row of q of another format and round it to the tile's; return what it has been divided by.
-
-        float16 has a short range: its rows are divided by the power of two above their largest number.
-        """
-        x, y = cuda.local.array(PAIRS, types.float32), cuda.local.array(PAIRS, types.float32)
-        if kind == F32:
-            for i in range(PAIRS):
-                dim = first_dim(i // 2, i % 2, c)
-                x[i], y[i] = ptx.load_2f32_if(address + int64(dim) * int64(4), int32(dim < head_dim))
-        else:
-            load_words(words, address, head_dim, c)
-            if kind == BF16:
-                for i in range(PAIRS):
-                    x[i], y[i] = unpack_bf16(words[i])
-            else:
-                for i in range(PAIRS):
-                    x[i], y[i] = ptx.unpack_f16(words[i])
-        top = float32(0)
-        for i in range(PAIRS):
-            top = ptx.maximum(top, ptx.maximum(abs(x[i]), abs(y[i])))
-        unit = inverse = float32(1)
-        if HALF:
-            exponent = ptx.float_bits(over_quad(top, ptx.maximum)) & uint32(0x7F800000)
-            exponent = min(max(exponent, uint32(0x10000000)), uint32(0x6F000000))  # its inverse is a number too
-            unit, inverse = ptx.bits_float(exponent), ptx.bits_float(uint32(0x7F000000) - exponent)
-        for i in range(PAIRS):
-            words[i] = pack(x[i] * inverse, y[i] * inverse)
-        return unit
-
-    @register_jitable
-    def load_query(q, address, i, kind, head_dim, lane, writes):
-        """Load the lane's row number i into `q`; return what scores are to be multiplied by.
-
-        `q` is a local array, or, where head sizes leave no registers, the address of ``[steps, sixteens, 32, 4]``
-        words, which a warp fills if it `writes`.
-        """
-        c = lane & int32(3)
-        words = cuda.local.array(PAIRS, types.uint32)
-        unit = float32(1)
-        if kind == OWN_KIND:
-            load_words(words, address, head_dim, c)
-        else:
-            unit = round_query(words, address, kind, head_dim, c)
-        for j in range(PAIRS):
-            word, place = 2 * (j % 2) + i % 2, j // 2 * sixteens + i // 2
-            if panel_rows:
-                row = (lane >> int32(2)) + int32(8 * i)
-                at = q + int32(128 * panel_rows * (j // 8)) + row * int32(128) + int32(4) * c
-                ptx.shared_store_u32(at + ((int32(j % 8) ^ (row & int32(7))) << int32(4)), words[j])
-            elif Q_SHARED:
-                if writes:
-                    ptx.shared_store_u32(q + int32(512 * place + 4 * word) + (lane << int32(4)), words[j])
-            else:
-                q[4 * place + word] = words[j]
-        return unit
-
-    @register_jitable
-    def read_query_share(words, address, i, kind, head_dim, lane, warp):
-        """Start loading the warp's share of the lane's row number i, if it has the tile's format."""
-        if kind == OWN_KIND:
-            for j in range(SHARE):
-                dim = first_dim(j // 2, j % 2, lane & int32(3)) + warp * int32(8 * SHARE)
-                words[SHARE * i + j] = ptx.load_u32_if(address + int64(dim) * int64(2), int32(dim < head_dim))
-                unroll_fully()
-
-    @register_jitable
-    def put_query_share(q, words, address, i, kind, head_dim, lane, warp):
-        """Lay down in shared memory what `read_query_share` has read, or the whole row; return as `load_query` does."""
-        if kind != OWN_KIND:
-            return load_query(q, address, i, kind, head_dim, lane, warp == int32(0))
-        at = q + warp * int32(256 * SHARE) + (lane << int32(4))
-        if warp < int32(SHARES):
-            for j in range(SHARE):
-                ptx.shared_store_u32(at + int32(512 * (j // 2) + 4 * (2 * (j % 2) + i)), words[SHARE * i + j])
-                unroll_fully()
-        return float32(1)
-
-    @register_jitable
-    def query_words(q, step, t, lane):
-        """Return the lane's fragment of q of 16 rows and one step of 16 dimensions."""
-        place = step * sixteens + t
-        if Q_SHARED:
-            return ptx.shared_load_4u32(q + int32(512 * place) + (lane << int32(4)))
-        return q[4 * place], q[4 * place + 1], q[4 * place + 2], q[4 * place + 3]
 
     @register_jitable
     def fetch_rows(tile, rows, page_stride, slot_stride, row_bytes, num_pages, page, slot, lane):
@@ -404,18 +293,12 @@ def make_tile(
         V_ROW=V_ROW,
         ITEM=ITEM,
         HAS_NONFINITE=form.probe[2] != 0,
-        Q_SHARED=Q_SHARED,
-        Q_WORDS=1 if Q_SHARED else 4 * STEPS * sixteens,
-        Q_BYTES=512 * STEPS * sixteens if Q_SHARED else 0,
         ROWS=ROWS,
         S_NUMBERS=sixteens * S_ROWS,
         P_WORDS=sixteens * S_ROWS // 2,
         O_NUMBERS=sixteens * O_ROWS,
         out_dim=out_dim,
-        load_query=load_query,
-        read_query_share=read_query_share,
-        put_query_share=put_query_share,
-        SHARE=SHARE,
+        **vars(query),
         fetch=fetch,
         fetch_rows=fetch_rows,
         multiply_keys=multiply_keys,

@@ -53,6 +53,7 @@ def run(problem: Problem, plan: Plan | None, split_size: int | None) -> tuple[Pl
     options = problem.options
     rules = PlanRules(
         problem.num_qo_heads,
+        problem.levels[0].kv.num_kv_heads,
         tuple(level.causal for level in problem.levels),
         options.window_left,
         options.chunk_size,
@@ -143,6 +144,7 @@ def plan(
         )
     rules = PlanRules(
         num_qo_heads,
+        kv.num_kv_heads,
         tuple(level.causal for level in levels),
         contracts.check_window(window_left),
         contracts.check_chunk(chunk_size),

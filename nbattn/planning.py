@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from nbattn.errors import ContractError
+from nbattn.positions import LevelLengths, Positions, place_rows
 from nbattn.repeat import RememberedCall
-from nbattn.work_list import LevelLengths, Positions, WorkList, build_work, most_work, place_rows
+from nbattn.work_list import WorkList, build_work, most_work
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class PlanRules:
     """The options that shape a work list."""
 
     num_qo_heads: int
+    num_kv_heads: int
     causal: tuple[bool, ...]
     window_left: int = -1
     chunk_size: int = 0
@@ -189,7 +191,17 @@ class Plan:
                 )
 
     def is_for(self, levels: tuple[Any, ...]) -> bool:
-        """Return whether the plan was made for these lengths and offsets."""
+        """Return whether the plan was made for the lengths and offsets of a call.
+
+        Parameters
+        ----------
+        levels : tuple of Level
+            With host offsets.
+
+        Returns
+        -------
+        bool
+        """
         return len(levels) == len(self.lengths) and all(map(_same_lengths, levels, self.lengths))
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import numpy as np
+
+from nbattn.positions import LevelLengths, Positions
 
 # columns of the work list
 LEVEL, ROW_BEGIN, ROW_END, KEY_BEGIN, KEY_END, PAGE_BEGIN, KEY_POSITION, KEY_BASE, KV_LEN, STATE, CAUSAL = range(11)
@@ -24,63 +24,6 @@ GATHER_COLUMNS = 6
 KEY_ALIGNMENT = 16  # a range trimmed by a window starts at a whole block of keys, so values do not depend on the tile
 SMALLEST_SPLIT = 64  # keys; below it a state costs more than it saves
 SHARES_PER_THREAD = 4  # that a CPU thread should find when the split size is automatic
-
-
-@dataclass(frozen=True)
-class LevelLengths:
-    """The host integers of one level.
-
-    Parameters
-    ----------
-    kv_lens, page_begin : int array, shape [batch]
-        Keys of each request and where its page ids start.
-    qo_indptr : int array, shape [batch + 1]
-        Query rows of each request.
-    causal : bool
-        Whether rows see only keys up to their position.
-    """
-
-    kv_lens: np.ndarray
-    page_begin: np.ndarray
-    qo_indptr: np.ndarray
-    causal: bool
-
-    @cached_property
-    def rows(self) -> tuple[slice, np.ndarray | None]:
-        """Which rows the level reaches, and how many each request has; None for one each."""
-        first, last = int(self.qo_indptr[0]), int(self.qo_indptr[-1])
-        counts = self.qo_indptr[1:] - self.qo_indptr[:-1]
-        single = last - first == len(counts) and counts.max(initial=1) == 1
-        return slice(first, last), None if single else counts
-
-
-@dataclass(frozen=True)
-class Positions:
-    """Where rows and keys stand.
-
-    Parameters
-    ----------
-    row_position : int32 array, shape [total_rows]
-        Absolute position of each query row.
-    row_request, row_index : int32 array, shape [total_rows]
-        Request of the last level a row belongs to, and its index among that request's rows; -1 and 0 for others.
-    key_base : list of int64 array, shape [total_rows]
-        Per level: how many keys of the levels above precede its key 0, for each row.
-    key_position : list of int64 array, shape [total_rows]
-        Per level: absolute position of its key 0, for each row.
-    covered : bool array, shape [total_rows]
-        Rows that some level reaches.
-    all_last : bool
-        Whether every row stands where its last key does: causality hides none.
-    """
-
-    row_position: np.ndarray
-    row_request: np.ndarray
-    row_index: np.ndarray
-    key_base: list[np.ndarray]
-    key_position: list[np.ndarray]
-    covered: np.ndarray
-    all_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,54 +44,6 @@ class WorkList:
     def sizes(self) -> dict[str, int]:
         """Return what a plan's buffers must hold."""
         return {"work items": len(self.work), "states": self.num_states, "merged rows": len(self.merge_rows)}
-
-
-def place_rows(levels: list[LevelLengths], total_rows: int, kv_start: Any = None, q_positions: Any = None) -> Positions:
-    """Return where every row and every level's key 0 stand."""
-    reached, counts = levels[0].rows
-    if len(levels) == 1 and counts is None and reached == slice(0, total_rows):
-        return _place_decode_rows(levels[0], total_rows, kv_start, q_positions)
-    covered = np.zeros(total_rows, bool)
-    keys_above = np.zeros(total_rows, np.int64)
-    key_base = []
-    for level in levels:
-        reached, counts = level.rows
-        key_base.append(keys_above)
-        keys_above = keys_above.copy()
-        keys_above[reached] += _spread(level.kv_lens, counts)
-        covered[reached] = True
-    start, request = np.zeros(total_rows, np.int64), np.full(total_rows, -1)  # by the last level
-    index, new_rows = np.zeros(total_rows, np.int64), np.ones(total_rows, np.int64)
-    request[reached] = _spread(np.arange(len(level.kv_lens)), counts)
-    if counts is not None:
-        index[reached] = np.arange(reached.start, reached.stop) - np.repeat(level.qo_indptr[:-1], counts)
-        new_rows[reached] = np.repeat(counts, counts)
-    if kv_start is not None:
-        start[reached] = _spread(np.asarray(kv_start, np.int64), counts)
-    position = start + keys_above - new_rows + index if q_positions is None else np.asarray(q_positions, np.int64)
-    return Positions(
-        position.astype(np.int32),
-        request.astype(np.int32),
-        index.astype(np.int32),
-        key_base,
-        key_base if kv_start is None else [base + start for base in key_base],
-        covered,
-    )
-
-
-def _place_decode_rows(level: LevelLengths, total_rows: int, kv_start: Any, q_positions: Any) -> Positions:
-    """Return `place_rows` of one row for each request of one level."""
-    nothing = np.zeros(total_rows, np.int64)
-    start = nothing if kv_start is None else np.asarray(kv_start, np.int64)
-    position = start + level.kv_lens - 1 if q_positions is None else np.asarray(q_positions, np.int64)
-    index, request = np.zeros(total_rows, np.int32), np.arange(total_rows, dtype=np.int32)
-    covered = np.ones(total_rows, bool)
-    return Positions(position.astype(np.int32), request, index, [nothing], [start], covered, q_positions is None)
-
-
-def _spread(values: np.ndarray, counts: np.ndarray | None) -> np.ndarray:
-    """Return each request's value for each of its rows."""
-    return values if counts is None else np.repeat(values, counts)
 
 
 def build_work(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import nbattn
 from nbattn import ContractError, Level, PagedKV, oracle
 from nbattn.planning import Plan, PlanRules, Tiling
+from nbattn.positions import LevelLengths, place_rows
 from nbattn.testing import assert_close, expect
 from nbattn.work_list import (
     CAUSAL,
@@ -19,9 +20,7 @@ from nbattn.work_list import (
     ROW_BEGIN,
     ROW_END,
     STATE,
-    LevelLengths,
     build_work,
-    place_rows,
 )
 
 ROWS, HEADS, DIM = 5, 4, 8
@@ -149,7 +148,7 @@ def test_a_plan_has_room_for_all_lengths_up_to_its_longest(cascade, options, dat
         return tuple(found)
 
     causal = tuple(level.causal for level in levels)
-    rules = PlanRules(1, causal, options["window_left"], options["chunk_size"], options["split_size"])
+    rules = PlanRules(1, 1, causal, options["window_left"], options["chunk_size"], options["split_size"])
     options = of_levels(options, levels)
     tiling = Tiling(options["tile_tokens"], options["shares"], options["few_tokens"], options["many_shares"])
     plan = Plan(bound([np.zeros_like(level.kv_lens) for level in levels]), rows, rules, tiling, max_kv_len=90)

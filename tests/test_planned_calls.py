@@ -251,6 +251,19 @@ def test_calls_of_other_rules_rows_or_threads_make_plans_of_their_own():
     assert kept(kv)[-1] not in before
 
 
+def test_caches_of_other_heads_share_neither_plan():
+    kv, plan = cache(), planned(cache())
+    nbattn.paged_attention(Q[0], kv, OFFSETS)
+    narrow = PagedKV(K[0][:, :, :1], K[0][:, :, :1], kv.table, kv.kv_layout)
+    same(
+        nbattn.paged_attention(Q[0], narrow, OFFSETS, return_lse=True),
+        nbattn.paged_attention(Q[0], fresh(narrow), OFFSETS, return_lse=True),
+    )
+    assert len(kept(kv)) == 2
+    with pytest.raises(ContractError, match=r"^num_kv_heads: must be the plan's 2, got 1\."):
+        nbattn.paged_attention(Q[0], narrow, OFFSETS, plan=plan)
+
+
 def test_positions_make_a_plan_that_nobody_keeps():
     kv = cache()
     for start in ([0, 0], [3, 5]):

@@ -22,7 +22,7 @@ FORBIDDEN = {  # slow on a GPU, or a sign that registers have become memory
 CONVERSIONS = r"\.reg \.f64|ld\.global(?:\.nc)?\.f64|st\.global\.f64|cvt\.rn\.f32\.f64|cvt\.f64\.f32"  # of an lse
 
 
-def tested() -> list[tuple[str, dict[str, Any]]]:
+def to_compile() -> list[tuple[str, dict[str, Any]]]:
     """Return what is compiled here: an H200's kernels, and what bfloat16 takes elsewhere instead of its sisters'.
 
     float16 differs from bfloat16 in the names of instructions only, so that one of its kernels of a family will do.
@@ -94,6 +94,6 @@ def read_table() -> dict[str, int]:
 if __name__ == "__main__":
     version = compiler.versions_of("nvidia-nvvm")["nvidia-nvvm"]
     head = f"# {'specialisation':62s} regs  shared blocks, sm_90a, {version}\n"
-    rows = [compiled(family, constants) for family, constants in tested()]
+    rows = [compiled(family, constants) for family, constants in to_compile()]
     TABLE.write_text(head + "\n".join(row.line for row in rows) + "\n")
     print("spills:", [row.label for row in rows if row.spilled_bytes or row.stack_bytes] or "none")

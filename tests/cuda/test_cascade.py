@@ -35,7 +35,7 @@ def plan_of(monkeypatch, levels, heads, split_size=None, capability=(8, 0)):
     """Return the plan of these levels for a GPU of 132 multiprocessors."""
     device = SimpleNamespace(multiprocessors=MULTIPROCESSORS, largest_cluster=16, compute_capability=capability)
     monkeypatch.setattr(target, "current_device", lambda: device)
-    rules = PlanRules(heads, tuple(level.causal for level in levels), split_size=split_size)
+    rules = PlanRules(heads, levels[0].kv.num_kv_heads, tuple(level.causal for level in levels), split_size=split_size)
     return Plan(levels, int(levels[-1].qo_indptr[-1]), rules, target.tiling(levels, heads, split_size))
 
 

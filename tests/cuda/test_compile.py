@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from register_table import CC, compiled, faults, label_of, read_table, tested
+from register_table import CC, compiled, faults, label_of, read_table, to_compile
 
 from nbattn.cuda_kernels import compile as compiler
 from nbattn.cuda_kernels.shapes import specialisations
@@ -17,7 +17,7 @@ REGISTERS_OF_A_MULTIPROCESSOR, SHARED_BYTES_OF_A_MULTIPROCESSOR = 65536, 233472 
 
 
 def test_there_are_few_kernels():
-    assert len(tested()) <= 60
+    assert len(to_compile()) <= 60
     for capability in ((8, 0), CC, (12, 0)):
         families = [family for family, _ in specialisations(capability)]
         assert len(families) <= 60
@@ -30,7 +30,7 @@ def test_warpgroups_serve_hopper_alone():
         assert hopper == ({"float16", "bfloat16"} if capability == (9, 0) else set())
 
 
-@pytest.mark.parametrize(("family", "constants"), tested(), ids=[label_of(*s) for s in tested()])
+@pytest.mark.parametrize(("family", "constants"), to_compile(), ids=[label_of(*s) for s in to_compile()])
 def test_compiles_without_a_gpu(family, constants):
     result = compiled(family, constants)
     assert faults(result.ptx, converts_lse=family in ("merge_states", "merge_pair")) == []
