@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numba.extending import overload
 
-from nbattn.cpu_ref.blocks import list_coming, number_type, query_operand, score_heads, weigh_values
+from nbattn.cpu_ref.blocks import number_type, query_operand, score_heads, weigh_values
 from nbattn.cpu_ref.many_rows import (
     PANEL_KEYS,
     SPARE_COLUMNS,
@@ -29,8 +29,6 @@ from nbattn.cpu_ref.tiles import KEYS
 class FewRows(NamedTuple):
     """Scratch of a task of few rows."""
 
-    k_coming: np.ndarray  # int64 [max_heads * KEYS]: rows of the next block in the order of memory
-    v_coming: np.ndarray
     idle: np.ndarray  # int64 [KEYS]: places where a prefetch costs nothing
     rotated_rows: np.ndarray  # int64 [KEYS]: where rotated keys lie
     rotated: np.ndarray  # number [max_heads * KEYS, dim], or without rows
@@ -60,7 +58,7 @@ class Side(NamedTuple):
     """Where the rows of K or V lie."""
 
     rows: np.ndarray  # int64 [keys]: of this block and the task's first head
-    coming: np.ndarray  # of the next block and head 0
+    coming: np.ndarray  # of the next block
     head_stride: int
     slot_stride: int
 
@@ -84,14 +82,13 @@ def make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
 @overload(make_scratch)
 def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
     def few(tile, kind, q, rotating, max_heads, dim, value_dim):
-        places = np.empty((2 * max_heads + 2) * KEYS, np.int64)
-        idle, rotated_rows, coming = places[:KEYS], places[KEYS : 2 * KEYS], places[2 * KEYS :]
+        places = np.empty((2, KEYS), np.int64)
+        idle, rotated_rows = places[0], places[1]
         rotated = np.empty((max_heads * KEYS if rotating else 0, q.shape[1]), number_type(kind))
         for j in range(KEYS):
             idle[j] = address_of(q)
             rotated_rows[j] = address_of(rotated) + j * rotated.strides[0]
-        middle = max_heads * KEYS
-        return FewRows(coming[:middle], coming[middle:], idle, rotated_rows, rotated)
+        return FewRows(idle, rotated_rows, rotated)
 
     def many(tile, kind, q, rotating, max_heads, dim, value_dim):
         number, width = number_type(kind), panel_constants(kind)[1]
@@ -160,23 +157,23 @@ def _score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, 
 
     def few(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
             values, value_dim):  # fmt: skip
-        list_coming(scratch.k_coming, keys.coming, heads, block.head_begin, keys.head_stride, keys.slot_stride)
         score_heads(kind, operand[0], operand[1], heads, rows, address_of(keys.rows), keys.head_stride, dim, scale,
-                    address_of(s), s.strides[0], address_of(scratch.k_coming), address_of(scratch.idle))  # fmt: skip
+                    address_of(s), s.strides[0], address_of(keys.coming), keys.head_stride, keys.slot_stride,
+                    address_of(scratch.idle))  # fmt: skip
 
     def few_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale,
                  s, values, value_dim):  # fmt: skip
-        list_coming(scratch.k_coming, keys.coming, heads, block.head_begin, keys.head_stride, keys.slot_stride)
         if rules.cos.shape[0] == 0:
             score_heads(kind, operand[0], operand[1], heads, rows, address_of(keys.rows), keys.head_stride, dim,
-                        scale, address_of(s), s.strides[0], address_of(scratch.k_coming),
-                        address_of(scratch.idle))  # fmt: skip
+                        scale, address_of(s), s.strides[0], address_of(keys.coming), keys.head_stride,
+                        keys.slot_stride, address_of(scratch.idle))  # fmt: skip
         else:
             rotate_keys(kind, rules, scratch.rotated, keys.rows, heads, block.head_begin, keys.head_stride, size, dim,
                         block.position, block.n)  # fmt: skip
             score_heads(number_kind, address_of(q), q.strides[0], heads, rows, address_of(scratch.rotated_rows),
                         KEYS * scratch.rotated.strides[0], dim, scale, address_of(s), s.strides[0],
-                        address_of(scratch.k_coming), address_of(scratch.idle))  # fmt: skip
+                        address_of(keys.coming), keys.head_stride, keys.slot_stride,
+                        address_of(scratch.idle))  # fmt: skip
 
     def many(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
              values, value_dim):  # fmt: skip
@@ -204,10 +201,9 @@ def weigh_block(tile, kind, scratch, acc, heads, rows, p, block, values, dim, al
 @overload(weigh_block)
 def _weigh_block(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
     def few(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
-        list_coming(scratch.v_coming, values.coming, heads, block.head_begin, values.head_stride, values.slot_stride)
         weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(p), p.strides[0],
-                     address_of(values.rows), values.head_stride, block.n, dim, address_of(alpha), np.int64(select),
-                     address_of(scratch.v_coming), address_of(scratch.idle))  # fmt: skip
+                     address_of(values.rows), values.head_stride, values.slot_stride, block.n, dim, address_of(alpha),
+                     np.int64(select), address_of(values.coming), address_of(scratch.idle))  # fmt: skip
 
     def many(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
         weigh_panels(kind, scratch, acc, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next)

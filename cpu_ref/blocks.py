@@ -18,13 +18,18 @@ from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.rows import ROW_MULTIPLE
 from nbattn.cpu_ref.tiles import (
     KEYS,
+    LINE_BYTES,
     score_tile_1,
     score_tile_4,
+    tile_keys,
     value_tile_1,
     value_tile_1_select,
     value_tile_4,
 )
 from nbattn.scoring import exp2, shift
+
+SPAN_BYTES = 8192  # how far the tokens that are taken together may reach in memory
+LEAST_VALUES = 2  # tokens of V taken together at least: sums leave the registers after them
 
 
 def number_type(kind):
@@ -39,7 +44,7 @@ def _number_type(kind):
 
 
 def _tile_constants(kind):
-    """Return (lanes of a vector, bytes of a number)."""
+    """Return (lanes of a vector, bytes of a number, keys of a score tile of four rows)."""
     raise NotImplementedError("compiled code only")
 
 
@@ -47,86 +52,93 @@ def _tile_constants(kind):
 def _tile_constants_of(kind):
     lanes = lane_count(kind.tag)
     size = 8 if kind.tag == "float64" else 4
-    return lambda kind: (lanes, size)
+    keys = tile_keys(kind.tag)
+    return lambda kind: (lanes, size, keys)
+
+
+@part
+def tokens_together(slot_stride, least):
+    """Return how many tokens of a block are taken of one head before the next head: a divisor of `KEYS`.
+
+    Rows are used, and those of the next block prefetched, nearly as they lie in memory.
+    """
+    tokens = KEYS
+    while tokens > least and tokens * slot_stride > SPAN_BYTES:
+        tokens //= 2
+    return tokens
 
 
 @inlined
-def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, scale, s, s_stride, coming, idle):
+def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, scale, s, s_stride, coming,
+                coming_head_stride, slot_stride, idle):  # fmt: skip
     """Fill ``s[j, row]`` with ``scale * q[row] @ k[j]`` for the `KEYS` keys of a block and all packed rows.
 
-    `coming` lists ``heads * KEYS`` K rows of the next block, which are brought to the cache meanwhile; `idle` lists
-    `KEYS` places where a prefetch costs nothing.
+    `coming` lists the `KEYS` K rows of the next block, which are brought to the cache meanwhile, and the two strides
+    behind it are the cache's; `idle` lists `KEYS` places where a prefetch costs nothing.
     """
-    lanes, size = _tile_constants(kind)
-    step = lanes // 4  # keys of a tile of four rows
-    at_once = step if rows > 1 else lanes
-    for j in range(0, KEYS, step):  # all heads of a few tokens lie together in memory
+    lanes, size, step = _tile_constants(kind)
+    together = tokens_together(slot_stride, step) if rows > 1 else KEYS
+    for begin in range(0, KEYS, together):
         for head in range(heads):
-            ahead = coming + (j * heads + head * at_once) * 8
-            keys, k_head, column = key_rows + 8 * j, head * k_head_stride, s + j * s_stride
-            done = 0
-            while done < rows:
-                row = head * rows + done
-                if rows - done > 1:  # fewer than four: the others are the next head's, written again later, or padding
-                    score_tile_4(kind, q + row * q_stride, q_stride, keys, k_head, dim, scale, column + row * size,
-                                 s_stride, ahead)  # fmt: skip
-                    done += 4
-                else:
-                    if j % lanes == 0:
-                        score_tile_1(kind, q + row * q_stride, q_stride, keys, k_head, dim, scale, column + row * size,
-                                     s_stride, ahead)  # fmt: skip
-                    done += 1
-                ahead = idle
+            k_head = head * k_head_stride
+            for j in range(begin, begin + together, step):
+                keys, column = key_rows + 8 * j, s + j * s_stride
+                ahead, ahead_head = coming + 8 * j, head * coming_head_stride
+                done = 0
+                while done < rows:
+                    row = head * rows + done
+                    if rows - done > 1:  # fewer than four: others are the next head's, written again later, or padding
+                        score_tile_4(kind, q + row * q_stride, q_stride, keys, k_head, dim, scale, column + row * size,
+                                     s_stride, ahead, ahead_head)  # fmt: skip
+                        done += 4
+                    else:
+                        if j % lanes == 0:
+                            score_tile_1(kind, q + row * q_stride, q_stride, keys, k_head, dim, scale,
+                                         column + row * size, s_stride, ahead, ahead_head)  # fmt: skip
+                        done += 1
+                    ahead, ahead_head = idle, np.int64(0)
 
 
 @inlined
-def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_head_stride, n, dim, alpha, select,
-                 coming, idle):  # fmt: skip
+def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_head_stride, slot_stride, n, dim,
+                 alpha, select, coming, idle):  # fmt: skip
     """Scale the accumulators of all packed rows by `alpha` and add the weighted values of `n` keys.
 
     With `select` a weight of 0 marks a dropped key, whose value is never used.
     """
-    _, size = _tile_constants(kind)
+    _, size, _ = _tile_constants(kind)
     if select == 0:
         pack_weights(kind, p, p_stride, n, padded(heads * rows))
-    for head in range(heads):
-        ahead = coming + head * KEYS * 8
-        done = 0
-        while done < rows:
-            row = head * rows + done
-            here, weights, factors = acc + row * acc_stride, p + row * size, alpha + row * size
+    together = tokens_together(slot_stride, LEAST_VALUES)
+    for begin in range(0, n, together):
+        end = min(begin + together, n)
+        for head in range(heads):
             v_head = head * v_head_stride
-            left = rows - done
-            if select != 0:
-                value_tile_1_select(
-                    kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, ahead
-                )
-                done += 1
-            elif left >= 4:
-                value_tile_4(kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, ahead)
-                done += 4
-            else:
-                value_tile_1(kind, here, acc_stride, weights, p_stride, value_rows, v_head, n, dim, factors, ahead)
-                done += 1
-            ahead = idle
+            ahead, ahead_head = coming, v_head
+            done = 0
+            while done < rows:
+                row = head * rows + done
+                here, weights, factors = acc + row * acc_stride, p + row * size, alpha + row * size
+                left = rows - done
+                if select != 0:
+                    value_tile_1_select(kind, here, acc_stride, weights, p_stride, value_rows, v_head, begin, end, dim,
+                                        factors, ahead, ahead_head)  # fmt: skip
+                    done += 1
+                elif left >= 4:
+                    value_tile_4(kind, here, acc_stride, weights, p_stride, value_rows, v_head, begin, end, dim,
+                                 factors, ahead, ahead_head)  # fmt: skip
+                    done += 4
+                else:
+                    value_tile_1(kind, here, acc_stride, weights, p_stride, value_rows, v_head, begin, end, dim,
+                                 factors, ahead, ahead_head)  # fmt: skip
+                    done += 1
+                ahead, ahead_head = idle, np.int64(0)
 
 
 @part
 def padded(n):
     """Return `n` rounded up to whole vectors."""
     return (n + ROW_MULTIPLE - 1) // ROW_MULTIPLE * ROW_MULTIPLE
-
-
-@part
-def list_coming(coming, rows, heads, head_begin, head_stride, slot_stride):
-    """List the rows of some heads of `KEYS` tokens in the order in which they lie in memory."""
-    by_token = head_stride <= slot_stride
-    i = 0
-    for outer in range(KEYS if by_token else heads):
-        for inner in range(heads if by_token else KEYS):
-            token, head = (outer, inner) if by_token else (inner, outer)
-            coming[i] = rows[token] + (head_begin + head) * head_stride
-            i += 1
 
 
 @part
@@ -143,6 +155,14 @@ def fold(total, total_sum, total_m, acc, d_sum, m, rows, dim):
             acc[row, d] = 0
         total_sum[row] = total_sum[row] * factor + d_sum[row]
         total_m[row], d_sum[row] = m[row], 0
+
+
+@part
+def line_aligned(kind, rows, columns):
+    """Return zeros of the arithmetic type whose first number starts a line: no vector of whole rows crosses one."""
+    flat = np.zeros(rows * columns + LINE_BYTES, number_type(kind))
+    skip = -address_of(flat) % LINE_BYTES // flat.itemsize
+    return flat[skip : skip + rows * columns].reshape(rows, columns)
 
 
 def query_bits(kind, rows, dim):

@@ -12,8 +12,7 @@ import numpy as np
 
 from nbattn.cpu_ref.blocks import (
     fold,
-    list_coming,
-    number_type,
+    line_aligned,
     padded,
     query_bits,
     query_operand,
@@ -77,21 +76,18 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
     level : int64 [columns]
         Where the pages lie.
     """
-    number = number_type(kind)
     group, heads = queries.group_size, num_kv_heads
     num_rows = heads * group
     stride = padded(num_rows + 4)
-    q = np.zeros((num_rows + 4, padded(queries.dim)), number)
+    q = line_aligned(kind, num_rows + 4, padded(queries.dim))
     bits = query_bits(kind, num_rows + 4, queries.dim)
-    both = np.empty((2, num_rows, padded(output.dim)), number)
-    acc, total = both[0], both[1]
-    s = np.zeros((KEYS, stride), number)
-    running = np.empty((5, stride), number)
+    acc = line_aligned(kind, num_rows, padded(output.dim))
+    total = line_aligned(kind, num_rows, padded(output.dim))
+    s = line_aligned(kind, KEYS, stride)
+    running = line_aligned(kind, 5, stride)
     m, d_sum, alpha, total_m, total_sum = running[0], running[1], running[2], running[3], running[4]
     places = np.zeros((5, KEYS), np.int64)  # where rows of K and V lie: of this block and of the next
     key_rows, value_rows, idle = places[0:2], places[2:4], places[4]
-    k_coming = np.empty(heads * KEYS, np.int64)
-    v_coming = np.empty(heads * KEYS, np.int64)
     for j in range(KEYS):
         idle[j] = address_of(q)
     k_head, v_head = level[K_HEAD], level[V_HEAD]
@@ -108,7 +104,7 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
         tokens, end = token_indices[row], np.int64(item[LIST_END])
         load_queries(queries, row, row + 1, 0, heads, q)
         operand = query_operand(kind, q, bits, num_rows, queries.dim)
-        running[:], both[:] = 0, 0
+        running[:], acc[:], total[:] = 0, 0, 0
         m[:], total_m[:] = -math.inf, -math.inf
         summed = 0
         n, here = _find_tokens(
@@ -120,15 +116,14 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
                 key_rows[1 - now], value_rows[1 - now], level, tokens, here, end, page_begin, kv_len
             )
             after = 1 - now if n_next > 0 else now
-            list_coming(k_coming, key_rows[after], heads, 0, k_head, level[K_SLOT])
-            list_coming(v_coming, value_rows[after], heads, 0, v_head, level[V_SLOT])
             score_heads(kind, operand[0], operand[1], heads, group, address_of(key_rows[now]), k_head, queries.dim,
-                        queries.scale, address_of(s), s.strides[0], address_of(k_coming), address_of(idle))  # fmt: skip
+                        queries.scale, address_of(s), s.strides[0], address_of(key_rows[after]), k_head, level[K_SLOT],
+                        address_of(idle))  # fmt: skip
             softmax_block(kind, address_of(s), s.strides[0], n, padded(num_rows), address_of(m), address_of(d_sum),
                           address_of(alpha))  # fmt: skip
             weigh_values(kind, address_of(acc), acc.strides[0], heads, group, address_of(s), s.strides[0],
-                         address_of(value_rows[now]), v_head, n, output.dim, address_of(alpha), 0, address_of(v_coming),
-                         address_of(idle))  # fmt: skip
+                         address_of(value_rows[now]), v_head, level[V_SLOT], n, output.dim, address_of(alpha), 0,
+                         address_of(value_rows[after]), address_of(idle))  # fmt: skip
             summed += n
             if n_next <= 0 or summed >= FOLD_KEYS:
                 fold(total, total_sum, total_m, acc, d_sum, m, num_rows, output.dim)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import llvmlite.ir as ir
 from numba.core import cgutils
 
-from nbattn.cpu_ref.cpu import BFLOAT16_DOT, REGISTER_BYTES
+from nbattn.cpu_ref.cpu import AHEAD_TO_L1, BFLOAT16_DOT, REGISTER_BYTES
 from nbattn.cpu_ref.number_formats import DOUBLE, ELEMENT, FLOAT, I1, I16, I32, I64, widen
 from nbattn.cpu_ref.primitives import EXP2_FLOAT32, EXP2_FLOAT64
 
 ORDER_FREE = ("nsz", "contract", "arcp", "afn", "reassoc")  # never nnan or ninf: -inf and NaN carry meaning
-TO_L1, TO_L2 = 3, 2  # localities of llvm.prefetch; of a cache read from memory 3 is no better than no prefetch
+TO_L1, TO_L2 = 3, 2  # localities of llvm.prefetch
+AHEAD = TO_L1 if AHEAD_TO_L1 else TO_L2
 
 
 class _BFloat(ir.Type):
@@ -194,10 +195,16 @@ class Lanes:
         return b.select(b.fcmp_ordered("<", x, self.splat(low)), self.splat(0.0), b.fmul(value, power))
 
     def sum_each(self, vectors: list) -> ir.Value:
-        """Return one vector whose lane i is the sum over the lanes of ``vectors[i]``, by pairwise transposition."""
+        """Return one vector whose lane i is the sum over the lanes of ``vectors[i]``, by pairwise transposition.
+
+        The number of vectors is a power of two, at most the number of lanes.
+        """
         stride = 1
         while len(vectors) > 1:
             vectors = [self._add_pairs(vectors[i], vectors[i + 1], stride) for i in range(0, len(vectors), 2)]
+            stride *= 2
+        while stride < self.count:  # fewer vectors than lanes: each sum is still in parts
+            vectors = [self._add_pairs(vectors[0], vectors[0], stride)]
             stride *= 2
         return vectors[0]
 

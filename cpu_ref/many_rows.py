@@ -112,14 +112,13 @@ def weigh_panels(kind, scratch, acc, rows, p, block, values, dim, alpha, select,
         pack_weights(kind, address_of(p), p.strides[0], n, padded(rows))
     for i in range(parts):
         if n_next > 0:
-            pack_key_share(kind, scratch.keys, keys.coming, block.head_begin * keys.head_stride, key_dim, n_next, i,
-                           parts)  # fmt: skip
+            pack_key_share(kind, scratch.keys, keys.coming, 0, key_dim, n_next, i, parts)
         row, stop = i * height, min(i * height + height, rows)
         if not finite:
             for dirty in range(row, stop):
                 value_tile_1_select(kind, address_of(acc[dirty]), acc.strides[0], address_of(p) + dirty * number,
-                                    p.strides[0], address_of(values.rows), 0, n, dim,
-                                    address_of(alpha) + dirty * number, address_of(values.rows))  # fmt: skip
+                                    p.strides[0], address_of(values.rows), 0, 0, n, dim,
+                                    address_of(alpha) + dirty * number, address_of(values.rows), 0)  # fmt: skip
             continue
         low, high = keys_seen(block, row, stop)
         low, steps = low // step, max(0, (high + step - 1) // step - low // step)

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from nbattn.cpu_ref.block_steps import Block, Side, block_shape, make_scratch, prepare_rows, score_block, weigh_block
-from nbattn.cpu_ref.blocks import fold, number_type, padded, query_bits
+from nbattn.cpu_ref.blocks import fold, line_aligned, padded, query_bits
 from nbattn.cpu_ref.compiling import kernel, part
 from nbattn.cpu_ref.number_formats import address_of, load_int32
 from nbattn.cpu_ref.problem import (
@@ -48,8 +48,8 @@ from nbattn.work_list import (
 
 
 @part
-def find_rows(key_rows, value_rows, dropped, level, page_begin, key, n):
-    """List the K and V rows of keys ``key .. key + n`` and mark the unmapped; the rest of a block repeats the last."""
+def find_rows(key_rows, value_rows, dropped, level, head, page_begin, key, n):
+    """List one head's K and V rows of keys ``key .. key + n``, mark the unmapped; the block's rest repeats the last."""
     page_size = level[PAGE_SIZE]
     any_dropped = False
     page, slot = page_and_slot(key, page_size)
@@ -60,8 +60,8 @@ def find_rows(key_rows, value_rows, dropped, level, page_begin, key, n):
         if unmapped:
             page_id = np.int64(0)
             any_dropped = True
-        k_page = level[K_ADDRESS] + page_id * level[K_PAGE]
-        v_page = level[V_ADDRESS] + page_id * level[V_PAGE]
+        k_page = level[K_ADDRESS] + page_id * level[K_PAGE] + head * level[K_HEAD]
+        v_page = level[V_ADDRESS] + page_id * level[V_PAGE] + head * level[V_HEAD]
         for _ in range(min(page_size - slot, n - j)):
             key_rows[j] = k_page + slot * level[K_SLOT]
             value_rows[j] = v_page + slot * level[V_SLOT]
@@ -118,15 +118,14 @@ def paged_worker(
         The plan's work list and where each level's pages lie.
     """
     group = queries.group_size
-    number = number_type(kind)
     keys, spare_rows, spare_columns = block_shape(tile)
     room, stride = max_rows + spare_rows, padded(max_rows + spare_rows)
-    q = np.zeros((room, padded(queries.dim)), number)
+    q = line_aligned(kind, room, padded(queries.dim))
     bits = query_bits(kind, room, queries.dim)
-    both = np.empty((2, room, padded(output.dim + spare_columns)), number)
-    acc, total = both[0], both[1]
-    s = np.zeros((keys, stride), number)
-    running = np.empty((5, stride), number)  # one allocation for three arrays: each compiles for a tenth of a second
+    acc = line_aligned(kind, room, padded(output.dim + spare_columns))
+    total = line_aligned(kind, room, padded(output.dim + spare_columns))
+    s = line_aligned(kind, keys, stride)
+    running = line_aligned(kind, 5, stride)
     m, d_sum, alpha, total_m, total_sum = running[0], running[1], running[2], running[3], running[4]
     of_row = np.empty((5, max_rows), np.int64)
     first, end, qo_head, q_row, position = of_row[0], of_row[1], of_row[2], of_row[3], of_row[4]
@@ -147,7 +146,7 @@ def paged_worker(
         tokens = row_end - row_begin
         rows = tokens * group
         load_queries(queries, row_begin, row_end, head_begin, heads, q)
-        running[:], both[:] = 0, 0
+        running[:], acc[:], total[:] = 0, 0, 0
         m[:], total_m[:] = -math.inf, -math.inf
         summed = 0
         s[:, heads * rows :] = 0
@@ -166,17 +165,15 @@ def paged_worker(
         key, key_end = np.int64(item[KEY_BEGIN]), np.int64(item[KEY_END])
         n, now = min(keys, key_end - key), 0
         if n > 0:
-            find_rows(key_rows[0], value_rows[0], dropped[0], level, page_begin, key, n)
+            find_rows(key_rows[0], value_rows[0], dropped[0], level, head_begin, page_begin, key, n)
         operand = prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, heads * rows, queries.dim,
-                               key_rows[0], head_begin * k_head, n)  # fmt: skip
+                               key_rows[0], 0, n)  # fmt: skip
         while n > 0:
             n_next = min(keys, key_end - key - n)
             if n_next > 0:
-                find_rows(key_rows[1 - now], value_rows[1 - now], dropped[1 - now], level, page_begin, key + n, n_next)
+                find_rows(key_rows[1 - now], value_rows[1 - now], dropped[1 - now], level, head_begin, page_begin,
+                          key + n, n_next)  # fmt: skip
             after = 1 - now if n_next > 0 else now
-            for j in range(keys):
-                key_rows[now, j] += head_begin * k_head
-                value_rows[now, j] += head_begin * v_head
             whole = last_first <= key and first_end >= key + n
             block = Block(key, n, key_position + key, head_begin, first, end, whole)
             k_side = Side(key_rows[now], key_rows[after], k_head, level[K_SLOT])

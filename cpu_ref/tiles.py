@@ -14,27 +14,32 @@ from numba import types
 from numba.extending import intrinsic
 
 from nbattn.cpu_ref.cpu import REGISTER_BYTES
-from nbattn.cpu_ref.lanes import TO_L1, Lanes, lane_count, uses_dot
+from nbattn.cpu_ref.lanes import AHEAD, TO_L1, Lanes, lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import I64, itemsize
 from nbattn.scoring import LOWEST
 
-FOLD_KEYS = 2048  # keys after which the running sums are folded into totals: 32768 in one sum were 10 times over budget
+FOLD_KEYS = 512  # keys after which the running sums are folded into totals: equal weights round alike, and sums would drift
 KEYS = 16  # keys of a block: 64 of them overflow L2 together with the prefetched next block
 LINE_BYTES = 64
 PANEL_VECTORS = 2  # of a panel: `panel_height` times as many sums, the panel and a broadcast fill the registers
 _BYTES = types.int64
 
 
+def tile_keys(kind: str) -> int:
+    """Return how many keys a score tile of four rows has: for wide numbers two, whose rows are next in memory."""
+    return min(lane_count(kind) // 4, 2 if itemsize(kind) >= 4 else 4)
+
+
 def _score_tile(queries: int):
-    """Build the score tile of `queries` rows by ``lanes / queries`` keys."""
+    """Build the score tile of `queries` rows: four by `tile_keys`, or one by as many keys as there are lanes."""
 
     def codegen_for(kind):
         def codegen(context, builder, sig, args):
-            _, q, q_stride, rows, head, dim, scale, s, s_stride, coming = args
+            _, q, q_stride, rows, head, dim, scale, s, s_stride, coming, coming_head = args
             lanes = Lanes(builder, kind, uses_dot(kind))
-            keys = lanes.count // queries
+            keys = tile_keys(kind) if queries > 1 else lanes.count
             k = [lanes.add(lanes.load_as(I64, lanes.add(rows, 8 * j), 8), head) for j in range(keys)]
-            ahead = [lanes.load_as(I64, lanes.add(coming, 8 * j), 8) for j in range(keys)]
+            ahead = [lanes.add(lanes.load_as(I64, lanes.add(coming, 8 * j), 8), coming_head) for j in range(keys)]
             q_row = [lanes.add(q, lanes.mul(q_stride, i)) for i in range(queries)]
             sums = [[lanes.variable(lanes.splat(0.0)) for _ in range(queries)] for _ in range(keys)]
             size = itemsize(kind)
@@ -50,7 +55,7 @@ def _score_tile(queries: int):
             whole = builder.and_(dim, lanes.const(-line))
             with lanes.loop(0, whole, line) as (d, _):
                 for j in range(keys):  # one by one between the sums: a burst of them would be dropped
-                    lanes.prefetch(lanes.add(ahead[j], lanes.mul(d, size)))
+                    lanes.prefetch(lanes.add(ahead[j], lanes.mul(d, size)), AHEAD)
                 for part in range(0, line, lanes.step):
                     step(lanes.add(d, part), lanes.load_key)
             with lanes.loop(whole, dim, lanes.step) as (d, _):
@@ -65,13 +70,14 @@ def _score_tile(queries: int):
 
         return codegen
 
-    def score_tile(typingctx, kind, q, q_stride, rows, head, dim, scale, s, s_stride, coming):
-        """``s[j, i] = scale * q[i, :dim] @ k[j, :dim]`` for ``i < queries``, ``j < lanes / queries``.
+    def score_tile(typingctx, kind, q, q_stride, rows, head, dim, scale, s, s_stride, coming, coming_head):
+        """``s[j, i] = scale * q[i, :dim] @ k[j, :dim]`` for the tile's rows i and keys j.
 
-        Row j of K starts at ``rows[j] + head``; `q` is zero-padded to whole vectors; prefetch ``coming[j]``.
+        Row j of K starts at ``rows[j] + head``; `q` is zero-padded to whole vectors; prefetch ``coming[j] +
+        coming_head``.
         """
         number = types.float64 if kind.tag == "float64" else types.float32
-        return types.void(kind, *[_BYTES] * 5, number, *[_BYTES] * 3), codegen_for(kind.tag)
+        return types.void(kind, *[_BYTES] * 5, number, *[_BYTES] * 4), codegen_for(kind.tag)
 
     return intrinsic(score_tile)
 
@@ -89,11 +95,12 @@ def _value_tile(queries: int, select: bool = False):
 
     def codegen_for(kind):
         def codegen(context, builder, sig, args):
-            _, acc, acc_stride, p, p_stride, rows, head, n, dim, alpha, coming = args
+            _, acc, acc_stride, p, p_stride, rows, head, begin, end, dim, alpha, coming, coming_head = args
             lanes = Lanes(builder, kind, uses_dot(kind) and not select)
             size = itemsize(kind)
             width = value_vectors(kind)
             at_once = 2 if lanes.dot else 1  # keys
+            scaling = builder.icmp_signed("==", begin, lanes.const(0))
 
             def values_of(j, d, vectors, ragged):
                 """Load one key's vectors of the slice at `d`; with `dot`, pairs of two keys' numbers."""
@@ -105,7 +112,7 @@ def _value_tile(queries: int, select: bool = False):
                     if ragged:
                         return [lanes.load_cache_up_to(at[0], left)]
                     return [lanes.load_cache(lanes.add(at[0], t * lanes.count * size)) for t in range(vectors)]
-                there = builder.icmp_signed("<", lanes.add(j, 1), n)  # an odd last key is paired with zeros
+                there = builder.icmp_signed("<", lanes.add(j, 1), end)  # an odd last key is paired with zeros
                 pairs = []
                 for t in range(0, vectors, 2):
                     place = [lanes.add(address, t * lanes.count * size) for address in at]
@@ -122,14 +129,14 @@ def _value_tile(queries: int, select: bool = False):
                     ]
                     for i in range(queries)
                 ]
-                # a block is summed by itself: equal weights round alike, and long sequential sums would drift
+                # these keys are summed by themselves: equal weights round alike, and long sequential sums would drift
                 sums = [[lanes.variable(lanes.splat(0.0)) for _ in place[i]] for i in range(queries)]
-                with lanes.loop(0, n, at_once) as (j, _):
+                with lanes.loop(begin, end, at_once) as (j, _):
                     for i in range(at_once):
                         entry = lanes.mul(lanes.add(j, i), 8)
-                        ahead = lanes.add(lanes.load_as(I64, lanes.add(coming, entry), 8), here)
+                        ahead = lanes.add(lanes.add(lanes.load_as(I64, lanes.add(coming, entry), 8), coming_head), here)
                         for line in range(0, vectors * lanes.count * size, LINE_BYTES):
-                            lanes.prefetch(lanes.add(ahead, line))
+                            lanes.prefetch(lanes.add(ahead, line), AHEAD)
                     values = values_of(j, d, vectors, ragged)
                     weights = lanes.add(p, lanes.mul(p_stride, builder.lshr(j, lanes.const(at_once - 1))))
                     for i in range(queries):
@@ -141,6 +148,7 @@ def _value_tile(queries: int, select: bool = False):
                             builder.store(builder.select(dropped, old, new) if select else new, sums[i][t])
                 for i in range(queries):
                     factor = lanes.load_splat(lanes.add(alpha, i * lanes.bytes))
+                    factor = builder.select(scaling, factor, lanes.splat(1.0))
                     for at, total in zip(place[i], sums[i], strict=True):
                         lanes.store(lanes.fma(lanes.load(at), factor, lanes.read(total)), at)
 
@@ -153,13 +161,15 @@ def _value_tile(queries: int, select: bool = False):
 
         return codegen
 
-    def value_tile(typingctx, kind, acc, acc_stride, p, p_stride, rows, head, n, dim, alpha, coming):
-        """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j]`` over ``j < n``, ``i < queries``.
+    def value_tile(typingctx, kind, acc, acc_stride, p, p_stride, rows, head, begin, end, dim, alpha, coming,
+                   coming_head):  # fmt: skip
+        """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j]`` over ``begin <= j < end``, ``i < queries``.
 
-        Row j of V starts at ``rows[j] + head``; `acc` rows are padded to whole vectors; prefetch ``coming[j]``. For a
-        kind that `uses_dot`, p is what `pack_weights` makes of the weights.
+        `alpha` counts for a block's first keys only, where `begin` is 0. Row j of V starts at ``rows[j] + head``; `acc`
+        rows are padded to whole vectors; prefetch ``coming[j] + coming_head``. For a kind that `uses_dot`, `begin` is
+        even and p is what `pack_weights` makes of the weights.
         """
-        return types.void(kind, *[_BYTES] * 10), codegen_for(kind.tag)
+        return types.void(kind, *[_BYTES] * 12), codegen_for(kind.tag)
 
     return intrinsic(value_tile)
 
