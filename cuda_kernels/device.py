@@ -13,6 +13,8 @@ from nbattn.cuda_kernels.shapes import LARGEST_CLUSTER, PORTABLE_CLUSTER
 if TYPE_CHECKING:
     from nbattn.cuda_kernels.calls import KernelCall
 
+_MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount; CuPy's `Device.attributes` asks for all of them, slow ones too
+
 
 class Device:
     """The current CUDA device, through CuPy's memory and current stream."""
@@ -23,7 +25,7 @@ class Device:
         self.compute_capability = launch.compute_capability(self.number)
         major = self.compute_capability[0]
         self.largest_cluster = LARGEST_CLUSTER if major == 9 else PORTABLE_CLUSTER if major > 9 else 1
-        self.multiprocessors = int(self.cupy.cuda.Device(self.number).attributes["MultiProcessorCount"])
+        self.multiprocessors = int(self.cupy.cuda.runtime.deviceGetAttribute(_MULTIPROCESSORS, self.number))
 
     def holds(self, array: Any) -> bool:
         """Return whether the array lives in the device's memory."""
