@@ -20,6 +20,7 @@ class LentDevice:
         self.compute_capability = (8, 0)
         self.arrays: dict[int, np.ndarray] = {}
         self.launched: list[tuple[str, dict]] = []
+        self.gains: list[bool] = []  # of bound launches
 
     def holds(self, array: Any) -> bool:
         return False
@@ -64,10 +65,14 @@ class LentDevice:
     def capturing(self) -> bool:
         return False
 
-    def bind(self, call: KernelCall, cells: Any, places: dict[str, int]) -> Callable[[int], None]:
+    def captured(self, stream: int) -> bool:
+        return self.capturing()
+
+    def bind(self, call: KernelCall, cells: Any, places: dict[str, int]) -> Callable[[int, bool], None]:
         names = [name for name, _ in PARAMETERS[call.family]]
 
-        def launch(stream: int) -> None:
+        def launch(stream: int, gains: bool) -> None:
+            self.gains.append(gains)
             pairs = zip(names, call.values, strict=True)
             now = tuple(cells[places[name]] if name in places else value for name, value in pairs)
             self.launch(*call._replace(values=now))
