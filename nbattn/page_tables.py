@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from nbattn.arrays import Array, dtype_name, library_of, require_array
+from nbattn.arrays import Array, dtype_name, library_of, on_host, require_array
 from nbattn.errors import ContractError, PageTableError
 
 INT32_MAX = 2**31 - 1
@@ -88,8 +88,9 @@ def csr_table_of(
     form: TableForm = PAGE_TABLE,
 ) -> PageTable:
     """Return the same over a cache known by its sizes only; the page count may come later, by `PageTable.over`."""
-    indptr = host_int64(form.indptr, kv_indptr, library)
-    last_page_len = host_int64(form.lens, kv_last_page_len, library)
+    for name, x in ((form.indptr, kv_indptr), (form.lens, kv_last_page_len)):
+        require_index_array(name, x, 1, library)
+    indptr, last_page_len = (x.astype(np.int64) for x in on_host(kv_indptr, kv_last_page_len))
     require_index_array(form.ids, kv_indices, 1, library)
     if indptr.size == 0:
         raise PageTableError(f"{form.indptr}: must hold at least the leading 0, got an empty array.")
@@ -283,7 +284,8 @@ def require_index_array(name: str, x: Array, ndim: int, library: str | None) -> 
 def host_int64(name: str, x: Array, library: str | None) -> np.ndarray:
     """Return a one-dimensional index array on the host as int64: one small copy if it is on the device."""
     require_index_array(name, x, 1, library)
-    return (x if library_of(x) == "numpy" else x.get()).astype(np.int64)
+    (host,) = on_host(x)
+    return host.astype(np.int64)
 
 
 def snapshot(ids: Array) -> Array:
