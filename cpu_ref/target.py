@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nbattn.arrays import dtype_name
+from nbattn.arrays import dtype_name, name_of
 from nbattn.cpu_ref import workers
 from nbattn.cpu_ref.addresses import address_of
 from nbattn.cpu_ref.gather_attention import gather_worker
@@ -38,7 +38,7 @@ def tiling(
 ) -> Tiling:
     """Return how work is cut for this target."""
     group = num_qo_heads // levels[0].kv.num_kv_heads
-    longest = max(int(np.diff(level.qo_indptr).max(initial=0)) for level in levels)
+    longest = max(int((level.qo_indptr[1:] - level.qo_indptr[:-1]).max(initial=0)) for level in levels)
     tokens = longest if longest * group <= FEW_ROWS else max(1, MANY_ROWS // group)
     return Tiling((max(1, tokens),) * len(levels), get_num_threads() * SHARES_PER_THREAD)
 
@@ -122,7 +122,7 @@ class PagedCall:
         tasks: TaskList = plan.on_target
         self.tasks, self.work_list, self.number, self.num_qo_heads = tasks, plan.work_list, number, problem.num_qo_heads
         self.rules, full = _rules(problem, plan)
-        self.tags = CACHE_KINDS[kv.kv_dtype], FULL if full else PLAIN, CACHE_KINDS[str(number)]
+        self.tags = CACHE_KINDS[kv.kv_dtype], FULL if full else PLAIN, CACHE_KINDS[name_of(number)]
         self.bytes_read = tasks.numbers * kv.k.dtype.itemsize
         folded = options.k_scale if options.rope is None else None
         self.queries = _queries(problem, q, scale, folded)[1:]

@@ -103,9 +103,14 @@ _names: dict[np.dtype, str] = {}  # str(dtype) takes a microsecond, and a call a
 
 def dtype_name(x: Array) -> str:
     """Return the element type's name, e.g. ``"bfloat16"`` or ``"float8_e4m3fn"``."""
-    name = _names.get(x.dtype)
+    return name_of(x.dtype)
+
+
+def name_of(dtype: np.dtype) -> str:
+    """Return the name of an element type, as `dtype_name`."""
+    name = _names.get(dtype)
     if name is None:
-        name = _names[x.dtype] = str(x.dtype)
+        name = _names[dtype] = str(dtype)
     return name
 
 

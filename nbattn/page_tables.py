@@ -142,7 +142,8 @@ def slot_table(slot_ids: Array | None, kv_lens: Array, k: Array, form: TableForm
 def _checked(
     indptr: np.ndarray, ids: Array, lens: np.ndarray, page_size: int, num_pages: int, form: TableForm
 ) -> PageTable:
-    raise_first(table_faults(indptr, ids, lens, page_size, num_pages, form))
+    """Return the table of offsets that are right, once its lengths and ids are."""
+    raise_first(_entry_faults(indptr, indptr[1:] - indptr[:-1], ids, lens, page_size, num_pages, form))
     kept = indptr.astype(np.int32), snapshot(ids), lens.astype(np.int32)
     for array in kept:
         if isinstance(array, np.ndarray):
@@ -159,6 +160,14 @@ def table_faults(
     if not _are_offsets(indptr, capacity, ids.shape[0]):  # nobody can say which entries belong to whom
         yield from indptr_faults(indptr, ids.shape[0], form)
         return
+    yield from _entry_faults(indptr, capacity, ids, lens, page_size, num_pages, form)
+
+
+def _entry_faults(
+    indptr: np.ndarray, capacity: np.ndarray, ids: Array, lens: np.ndarray, page_size: int, num_pages: int,
+    form: TableForm,
+) -> Iterator[str]:  # fmt: skip
+    """Yield a message per broken rule of lengths and ids, whose offsets are right."""
     yield from _length_faults(indptr, capacity, lens, page_size, form)
     if library_of(ids) != "numpy":
         return

@@ -188,7 +188,7 @@ def _equal(given: tuple[Any, ...], mine: tuple[Any, ...]) -> bool:
 
 
 def _forms(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(form_of(x) if library_of(x) else x for x in arrays)
+    return tuple(x if x is None or not library_of(x) else form_of(x) for x in arrays)
 
 
 def _writable(x: np.ndarray | None) -> bool:
