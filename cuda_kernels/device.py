@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nbattn.cuda_kernels.calls import KernelCall
 
 _DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
-_MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount; CuPy's `Device.attributes` asks for all of them, slow ones too
+_MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount; CuPy's `Device.attributes` asks for all of them
 
 
 class Device:
