@@ -196,7 +196,8 @@ class BoundLaunch:
         self._parameters, self._address = parameters, parameters.address
         api = sys.modules["cupy"].cuda.driver  # CuPy's call of the driver takes half the time of one through ctypes
         self._error = api.CUDADriverError
-        self._plain = self._overlapping = None
+        self._plain: Any = None
+        self._overlapping: Any = None
         if not all(grid):
             return
         self._plain = partial(api.launchKernel, kernel._function, *grid, kernel.threads, 1, 1, shared)
