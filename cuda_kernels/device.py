@@ -91,17 +91,10 @@ class Device:
         shared_bytes: int | None = None, overlaps: bool = False, cluster: int = 1,
     ) -> None:  # fmt: skip
         """Run a `calls.KernelCall` on the current stream; `shared_bytes` below the kernel's largest are its own."""
-        kernel = launch.kernel(family, self.number, cluster, **constants)
-        kernel(self.stream(), grid, values, shared_bytes, overlaps)
+        kernel = launch.kernel(family, self.number, **constants)
+        kernel(self.stream(), grid, values, shared_bytes, overlaps, cluster)
 
-    def bind(self, call: KernelCall, cells: Any, places: dict[str, int]) -> Callable[[int, bool], None]:
-        """Return what runs a kernel on a given stream; parameters named in `places` are read from `cells` each time.
-
-        Its second argument is whether the launch gains from overlapping: see `launch.BoundLaunch`.
-        """
-        kernel = launch.kernel(call.family, self.number, call.cluster, **call.constants)
-        return kernel.bind(cells, places, call.grid, call.values, call.shared_bytes, call.overlaps)
-
-    def captured(self, stream: int) -> bool:
-        """Return whether a stream, given by its handle, is being captured into a graph."""
-        return launch.is_captured(stream)
+    def bind(self, call: KernelCall, cells: Any, places: dict[str, int]) -> Callable[[int], None]:
+        """Return what runs a kernel on a given stream; parameters named in `places` are read from `cells` each time."""
+        family, constants, *how = call
+        return launch.kernel(family, self.number, **constants).bind(cells, places, *how)

@@ -19,8 +19,7 @@ _PACKED = {"i64": "q", "i32": "i", "f32": "f"}
 _SIZES = {code: struct.calcsize(code) for code in _PACKED.values()}  # each is aligned to its size
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _LARGE_CLUSTERS_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-_CLUSTER_WIDTH = 11  # CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH, and behind it those of height and depth
-_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER_DIMENSION, _OVERLAP = 4, 6  # CU_LAUNCH_ATTRIBUTE_..., the latter PROGRAMMATIC_STREAM_SERIALIZATION
 _FREE_SHARED_BYTES = 48 * 1024  # a block gets these without asking
 
 Grid = tuple[int, int, int]
@@ -71,14 +70,12 @@ class LoadedKernel:
         What `compile.cubin_for` takes.
     device : int
         The CUDA device, which must be current.
-    cluster : int
-        Neighbouring blocks that form a cluster. It belongs to the loaded function, so that any launch makes clusters.
     """
 
-    def __init__(self, family: str, constants: dict[str, Any], device: int, cluster: int = 1):
+    def __init__(self, family: str, constants: dict[str, Any], device: int):
         cubin = cubin_for(family, constants, compute_capability(device))
         self.family, self.threads, self.shared_bytes = family, cubin.threads, cubin.shared_bytes
-        self.can_overlap, self.cluster = compute_capability(device) >= (9, 0), cluster
+        self.can_overlap = compute_capability(device) >= (9, 0)
         self._function = self._load(cubin.image, cubin.name)
         self._allowed = _FREE_SHARED_BYTES
         self._own = Parameters(family)
@@ -90,11 +87,8 @@ class LoadedKernel:
         function = ctypes.c_void_p()
         check(driver().cuModuleLoadData(ctypes.byref(self._module), image), "cuModuleLoadData")
         check(driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()), "cuModuleGetFunction")
-        if self.cluster > 1:
-            sizes = enumerate((self.cluster, 1, 1), _CLUSTER_WIDTH)
-            for attribute, value in ((_LARGE_CLUSTERS_ALLOWED, 1), *sizes):
-                result = driver().cuFuncSetAttribute(function, attribute, value)
-                check(result, f"cuFuncSetAttribute(clusters of {self.cluster})")
+        if self.can_overlap:
+            check(driver().cuFuncSetAttribute(function, _LARGE_CLUSTERS_ALLOWED, 1), "cuFuncSetAttribute(clusters)")
         return int(function.value or 0)
 
     def allow_shared(self, size: int) -> None:
@@ -168,7 +162,13 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
     ]  # fmt: skip
 
 
-_MAY_OVERLAP = (_Attribute * 1)(_Attribute(_OVERLAP, 0, (ctypes.c_int * 16)(1)))
+@cache
+def _attributes(overlaps: bool, cluster: int) -> Any:
+    """Return the attributes of launches."""
+    found = [_Attribute(_OVERLAP, 0, (ctypes.c_int * 16)(1))] if overlaps else []
+    if cluster > 1:
+        found.append(_Attribute(_CLUSTER_DIMENSION, 0, (ctypes.c_int * 16)(cluster, 1, 1)))
+    return (_Attribute * len(found))(*found)
 
 
 class BoundLaunch:
@@ -182,73 +182,75 @@ class BoundLaunch:
     shared_bytes : int, optional
         Dynamic shared memory, if not the kernel's own.
     overlaps : bool
-        Whether it may start before the launch ahead of it on the stream ends, where the device can: the kernel waits by
-        itself.
+        Start before the launch ahead of it on the stream ends, where the device can: the kernel waits by itself.
+    cluster : int
+        Neighbouring blocks that form a cluster.
     """
 
     def __init__(
         self, kernel: LoadedKernel, parameters: Parameters, grid: Grid, shared_bytes: int | None = None,
-        overlaps: bool = False,
+        overlaps: bool = False, cluster: int = 1,
     ):  # fmt: skip
         shared = kernel.shared_bytes if shared_bytes is None else shared_bytes
         kernel.allow_shared(shared)
-        self._what = f"grid={grid}, threads={kernel.threads}, shared={shared}, cluster={kernel.cluster}"
+        self._what = f"grid={grid}, threads={kernel.threads}, shared={shared}, cluster={cluster}"
         self._parameters, self._address = parameters, parameters.address
         api = sys.modules["cupy"].cuda.driver  # CuPy's call of the driver takes half the time of one through ctypes
         self._error = api.CUDADriverError
-        self._plain: Any = None
-        self._overlapping: Any = None
+        self._launch: Any = None
+        self._config: Any = None  # of cuLaunchKernelEx, where that is called
+        attributes = _attributes(overlaps and kernel.can_overlap, cluster)
         if not all(grid):
             return
-        self._plain = partial(api.launchKernel, kernel._function, *grid, kernel.threads, 1, 1, shared)
-        if overlaps and kernel.can_overlap:
-            self._config = _Config(grid, (kernel.threads, 1, 1), shared, None, _MAY_OVERLAP, len(_MAY_OVERLAP))
-            pointers = ctypes.c_void_p(kernel._function), ctypes.c_void_p(self._address), None
-            self._overlapping = partial(driver().cuLaunchKernelEx, ctypes.byref(self._config), *pointers)
+        if not attributes:
+            self._launch = partial(api.launchKernel, kernel._function, *grid, kernel.threads, 1, 1, shared)
+            return
+        self._config = _Config(grid, (kernel.threads, 1, 1), shared, None, attributes, len(attributes))
+        self._launch = partial(driver().cuLaunchKernelEx, ctypes.byref(self._config),
+                               ctypes.c_void_p(kernel._function), ctypes.c_void_p(self._address), None)  # fmt: skip
 
-    def __call__(self, stream: int, gains: bool = True) -> None:
-        """Launch on `stream`; `gains` says whether it is worth the longer call that lets it overlap."""
-        if self._overlapping is not None and gains:
+    def __call__(self, stream: int) -> None:
+        """Launch on `stream`."""
+        if self._launch is None:
+            return
+        if self._config is not None:
             self._config.stream = stream
-            check(self._overlapping(), "cuLaunchKernelEx", self._what)
-        elif self._plain is not None:
-            try:
-                self._plain(stream, self._address, 0)
-            except self._error as error:
-                raise TargetError(f"cuda: cuLaunchKernel({self._what}) must succeed, got {error}.") from error
+            result = self._launch()
+            if result:
+                check(result, f"cuLaunchKernelEx({self._what})")
+            return
+        try:
+            self._launch(stream, self._address, 0)
+        except self._error as error:
+            raise TargetError(f"cuda: cuLaunchKernel({self._what}) must succeed, got {error}.") from error
 
 
-def check(result: int, call: str, what: str = "") -> None:
-    """Raise a TargetError that carries the driver's own words if `result` of ``call(what)`` is an error."""
+def check(result: int, call: str) -> None:
+    """Raise a TargetError that carries the driver's own words if `result` is an error."""
     if not result:
         return
     text = ctypes.c_char_p()
     driver().cuGetErrorString(result, ctypes.byref(text))
     words = text.value.decode() if text.value else "unknown error"
-    raise TargetError(f"cuda: {call}{f'({what})' if what else ''} must succeed, got error {result} ({words}).")
+    raise TargetError(f"cuda: {call} must succeed, got error {result} ({words}).")
 
 
 loaded: dict[tuple, LoadedKernel] = {}
 _loading = threading.Lock()
 
 
-def kernel(family: str, device: int, cluster: int = 1, **constants: Any) -> LoadedKernel:
+def kernel(family: str, device: int, **constants: Any) -> LoadedKernel:
     """Return the loaded kernel of a specialisation, compiling and loading it the first time."""
-    key = (family, device, cluster, *constants.items())
+    key = (family, device, *constants.items())
     found = loaded.get(key)
     if found is None:
         with _loading:
             found = loaded.get(key)
             if found is None:
-                found = loaded[key] = LoadedKernel(family, constants, device, cluster)
+                found = loaded[key] = LoadedKernel(family, constants, device)
     return found
 
 
 def current_stream(device: int) -> int:
     """Return the handle of CuPy's current stream on a device; CuPy is loaded, because its arrays are being served."""
     return sys.modules["cupy"].cuda.get_current_stream(device).ptr
-
-
-def is_captured(stream: int) -> bool:
-    """Return whether what is launched on a stream becomes part of a graph; the null stream is never captured."""
-    return stream != 0 and bool(sys.modules["cupy"].cuda.runtime.streamIsCapturing(stream))

@@ -44,8 +44,7 @@ class PagedCall:
         self, device: Any, metadata: PlanMetadata, q: Array, kvs: list[Any], options: AttentionOptions, out: Array,
         lse: Array | None,
     ):  # fmt: skip
-        self.address, self._stream, self._captured = device.address, device.stream, device.captured
-        self._metadata = metadata
+        self.address, self._stream, self._metadata = device.address, device.stream, metadata
         pages = [device.address(x) for kv in kvs for x in (kv.k, kv.v)]
         self.addresses = device.address(q), device.address(out), 0 if lse is None else device.address(lse), *pages
         given = options.sinks, options.attn_mask, options.alibi_slopes, options.rope_k_scale, options.v_scale
@@ -83,20 +82,15 @@ class PagedCall:
         return True
 
     def run(self, addresses: tuple[int, ...], options: tuple[int, ...]) -> None:
-        """Launch the kernels on the current stream.
-
-        A lone kernel gains nothing from overlapping with what stands ahead of it, but in a graph: the host launches
-        more slowly than a short one runs.
-        """
+        """Launch the kernels on the current stream."""
         stream = self._stream()
         states = self._states.get(stream)
         if states is None:
             states = self._states[stream] = self._states_of_stream()
-        gains = len(self._launches) > 1 or self._captured(stream)
         with self._metadata.lock:
             self._pack(self._cells, 0, *addresses, *options, *states)
             for launch in self._launches:
-                launch(stream, gains)
+                launch(stream)
 
     def _states_of_stream(self) -> tuple[int, int]:
         if not self._metadata.num_states:

@@ -127,7 +127,7 @@ kv = nbattn.PagedKV.from_slots(k, k, lens)
 nbattn.paged_attention(q, kv)
 cupy.cuda.Device().synchronize()
 t = time.perf_counter() - t
-(family, device, _, *constants), = launch.loaded
+(family, device, *constants), = launch.loaded
 cubin = compile.cubin_for(family, dict(constants), launch.compute_capability(device))
 with open(os.environ["NBATTN_CACHE_DIR"] + "/image", "wb") as file:
     file.write(cubin.image)

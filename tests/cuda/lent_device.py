@@ -22,7 +22,6 @@ class LentDevice:
         self.arrays: dict[int, np.ndarray] = {}
         self.launched: list[tuple[str, dict]] = []
         self.uploaded: list[int] = []
-        self.gains: list[bool] = []  # of bound launches
 
     def holds(self, array: Any) -> bool:
         return False
@@ -68,14 +67,10 @@ class LentDevice:
     def capturing(self) -> bool:
         return False
 
-    def captured(self, stream: int) -> bool:
-        return self.capturing()
-
-    def bind(self, call: KernelCall, cells: Any, places: dict[str, int]) -> Callable[[int, bool], None]:
+    def bind(self, call: KernelCall, cells: Any, places: dict[str, int]) -> Callable[[int], None]:
         names = [name for name, _ in PARAMETERS[call.family]]
 
-        def launch(stream: int, gains: bool) -> None:
-            self.gains.append(gains)
+        def launch(stream: int) -> None:
             pairs = zip(names, call.values, strict=True)
             now = tuple(cells[places[name]] if name in places else value for name, value in pairs)
             self.launch(*call._replace(values=now))

@@ -21,15 +21,11 @@ class Notes:
     """A driver, and CuPy's part of it: `calls` lists what they were asked."""
 
     def __init__(self):
-        self.calls, self.result, self.capturing = [], 0, set()
+        self.calls, self.result = [], 0
         self.functions = 0
-        runtime = SimpleNamespace(free=lambda x: None, streamIsCapturing=self.is_capturing)
+        runtime = SimpleNamespace(free=lambda x: None)
         api = SimpleNamespace(CUDADriverError=OSError, launchKernel=self.launch_kernel)
         self.cupy = SimpleNamespace(cuda=SimpleNamespace(driver=api, runtime=runtime))
-
-    def is_capturing(self, stream):
-        self.calls.append(("is capturing", stream))
-        return stream in self.capturing
 
     def launch_kernel(self, function, x, y, z, threads, _y, _z, shared, stream, address, extra):
         if self.result:
@@ -72,9 +68,9 @@ def notes(monkeypatch):
 
 
 def bound(device=0, cluster=1, overlaps=True, grid=GRID):
-    kernel = launch.kernel("append_rows", device, cluster, unit=4)
+    kernel = launch.kernel("append_rows", device, unit=4)
     cells = (ctypes.c_int64 * 1)()
-    return kernel.bind(cells, {}, grid, (0,) * len(PARAMETERS["append_rows"]), None, overlaps)
+    return kernel.bind(cells, {}, grid, (0,) * len(PARAMETERS["append_rows"]), None, overlaps, cluster)
 
 
 @pytest.mark.parametrize("family", PARAMETERS)
@@ -87,17 +83,12 @@ def test_parameters_stand_where_the_driver_reads_them(family):
     assert layout.size == struct.calcsize(codes)
 
 
-def test_a_launch_overlaps_where_it_may_and_gains(notes):
+def test_a_launch_overlaps_where_it_may(notes):
     launch_it = bound()
     notes.calls.clear()
     launch_it(7)
-    launch_it(8, False)
-    launch_it(9, True)
-    assert notes.calls == [
-        ("overlapping", 1, GRID, 128, 1024, 7, [(6, 1)]),
-        ("plain", 1, GRID, 128, 1024, 8),
-        ("overlapping", 1, GRID, 128, 1024, 9, [(6, 1)]),
-    ]
+    launch_it(8)
+    assert notes.calls == [("overlapping", 1, GRID, 128, 1024, stream, [(6, 1)]) for stream in (7, 8)]
     for plain in (bound(overlaps=False), bound(device=1)):
         notes.calls.clear()
         plain(7)
@@ -107,29 +98,21 @@ def test_a_launch_overlaps_where_it_may_and_gains(notes):
     assert notes.calls == []
 
 
-def test_clusters_belong_to_a_function_of_their_own(notes):
-    bound()
-    assert notes.calls == []
-    clustered = bound(cluster=16)
-    assert sorted(notes.calls) == [("attribute", 2, name, size) for name, size in ((11, 16), (12, 1), (13, 1), (14, 1))]
-    assert notes.calls[0][2] == 14  # before the size that needs it
-    notes.calls.clear()
-    clustered(7, False)
-    bound(cluster=16)(7, False)
-    bound()(7, False)
-    assert [function for _, function, *_ in notes.calls] == [2, 2, 1]
+def test_clusters_are_an_attribute_of_a_launch(notes):
+    launch_it = bound(cluster=16)
+    assert notes.calls == [("attribute", 1, 14, 1)]
+    launch_it(7)
+    bound(cluster=8, overlaps=False)(7)
+    assert [attributes for *_, attributes in notes.calls[1:]] == [[(6, 1), (4, 16)], [(4, 8)]]
 
 
 def test_errors_say_what_was_launched(notes):
-    launch_it, notes.result = bound(cluster=2), 701
-    shape = r"grid=\(4, 2, 1\), threads=128, shared=1024, cluster=2"
-    with pytest.raises(TargetError, match=rf"^cuda: cuLaunchKernelEx\({shape}\) must succeed, got error 701 \(no luck"):
-        launch_it(7)
-    with pytest.raises(TargetError, match=rf"^cuda: cuLaunchKernel\({shape}\) must succeed, got no"):
-        launch_it(7, False)
-
-
-def test_the_null_stream_is_never_captured(notes):
-    notes.capturing = {0, 5}
-    assert [launch.is_captured(stream) for stream in (0, 5, 6)] == [False, True, False]
-    assert notes.calls == [("is capturing", 5), ("is capturing", 6)]
+    clustered, plain = bound(cluster=2), bound(overlaps=False)
+    notes.result = 701
+    shape = r"grid=\(4, 2, 1\), threads=128, shared=1024, cluster="
+    with pytest.raises(
+        TargetError, match=rf"^cuda: cuLaunchKernelEx\({shape}2\) must succeed, got error 701 \(no luck"
+    ):
+        clustered(7)
+    with pytest.raises(TargetError, match=rf"^cuda: cuLaunchKernel\({shape}1\) must succeed, got no"):
+        plain(7)

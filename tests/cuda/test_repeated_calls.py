@@ -78,17 +78,6 @@ def test_converted_options_are_converted_again(problem, lent):
         assert plan.last_call is None
 
 
-def test_a_lone_kernel_gains_from_overlapping_in_graphs_only(problem, lent, monkeypatch):
-    plan, kv, q = problem
-    lone = nbattn.plan(kv, num_qo_heads=HEADS)
-    for used, kernels in ((lone, 1), (plan, 2)):
-        for capturing in (False, True, False):
-            lent.gains.clear()
-            monkeypatch.setattr(lent, "capturing", lambda captured=capturing: captured)
-            nbattn.paged_attention(q, kv, plan=used)
-            assert lent.gains == [kernels > 1 or capturing] * kernels
-
-
 def test_other_forms_go_through_the_contract(problem, lent):
     plan, kv, q = problem
     out = np.zeros_like(q)
