@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nbattn.arrays import dtype_name
+from nbattn.arrays import dtype_name, name_of
 from nbattn.cpu_ref import workers
 from nbattn.cpu_ref.addresses import address_of
 from nbattn.cpu_ref.gather_attention import gather_worker
@@ -16,7 +16,7 @@ from nbattn.cpu_ref.number_formats import DTYPE_CODE
 from nbattn.cpu_ref.paged_attention import paged_worker
 from nbattn.cpu_ref.prepare_query import ROWS_PER_TASK as PREPARED_PER_TASK
 from nbattn.cpu_ref.prepare_query import prepare_worker
-from nbattn.cpu_ref.problem import MASK_BOOL, Output, Queries, Rules, States
+from nbattn.cpu_ref.problem import K_ADDRESS, MASK_BOOL, V_ADDRESS, Output, Queries, Rules, States
 from nbattn.cpu_ref.tags import CACHE_KINDS, FEW, FULL, MANY, PLAIN, Tag
 from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan, Tiling
@@ -29,7 +29,7 @@ from nbattn.work_list import KEY_BEGIN, KEY_END, ROW_BEGIN, ROW_END, SHARES_PER_
 FEW_ROWS = 16  # packed rows of a KV head up to which a task takes all heads, so that tokens are read in order
 MANY_ROWS = 192  # packed rows of a task with one head: its accumulators and queries stay in L2
 SERIAL_NANOSECONDS = 60_000  # work below it is done before a second thread has started
-K_ADDRESS, V_ADDRESS = 0, 4  # in a row of the kernels' table of levels
+_LSE = Output._fields.index("lse_address")
 READ_RATE, DOT_RATE = 16.0, 50.0  # bytes and multiply-adds per nanosecond of one thread, roughly
 
 
@@ -38,7 +38,7 @@ def tiling(
 ) -> Tiling:
     """Return how work is cut for this target."""
     group = num_qo_heads // levels[0].kv.num_kv_heads
-    longest = max(int(np.diff(level.qo_indptr).max(initial=0)) for level in levels)
+    longest = max(int((level.qo_indptr[1:] - level.qo_indptr[:-1]).max(initial=0)) for level in levels)
     tokens = longest if longest * group <= FEW_ROWS else max(1, MANY_ROWS // group)
     return Tiling((max(1, tokens),) * len(levels), get_num_threads() * SHARES_PER_THREAD)
 
@@ -122,13 +122,15 @@ class PagedCall:
         tasks: TaskList = plan.on_target
         self.tasks, self.work_list, self.number, self.num_qo_heads = tasks, plan.work_list, number, problem.num_qo_heads
         self.rules, full = _rules(problem, plan)
-        self.tags = CACHE_KINDS[kv.kv_dtype], FULL if full else PLAIN, CACHE_KINDS[str(number)]
+        self.tags = CACHE_KINDS[kv.kv_dtype], FULL if full else PLAIN, CACHE_KINDS[name_of(number)]
         self.bytes_read = tasks.numbers * kv.k.dtype.itemsize
         folded = options.k_scale if options.rope is None else None
         self.queries = _queries(problem, q, scale, folded)[1:]
-        self.output: tuple[Any, ...] = _output(problem)[1:]
+        output = _output(problem)
+        self.rows, self.lse_rows = output[1:_LSE], output[_LSE + 1 :]
         self.head_dim_vo = kv.head_dim_vo
         self.levels = np.array([_level_row(level.kv) for level in problem.levels], np.int64)
+        self.places = [(level, column) for level in range(len(self.levels)) for column in (K_ADDRESS, V_ADDRESS)]
         self.entries: dict[Any, Any] = {}  # the kernel's compiled code for each kind of task
         none = not plan.work_list.num_states
         self.no_states = _states(plan.work_list, self.num_qo_heads, self.head_dim_vo, number) if none else None
@@ -139,18 +141,17 @@ class PagedCall:
         """Run on arrays of the shapes, strides and dtypes it was made for: see `nbattn.repeat.Launch`."""
         q, out, lse, *pages = addresses
         states = self.no_states or _states(self.work_list, self.num_qo_heads, self.head_dim_vo, self.number)
-        output = Output(out, *self.output[:5], lse, *self.output[6:])
+        queries = Queries._make((q, *self.queries))
+        output = Output._make((out, *self.rows, lse, *self.lse_rows))
         levels = self.levels.copy()  # other threads may be in this call too
-        for level, address in enumerate(pages[::2]):
-            levels[level, K_ADDRESS] = address
-        for level, address in enumerate(pages[1::2]):
-            levels[level, V_ADDRESS] = address
+        for place, address in zip(self.places, pages, strict=True):
+            levels[place] = address
         kind, rule_tag, number_kind = self.tags
         threads = _threads(self.bytes_read, self.tasks.dots)
         for tile, tasks, max_rows, max_heads in self.tasks.kinds:
             arguments = (
                 kind, rule_tag, np.zeros(2, np.int64), number_kind, tile, tasks, self.work_list.work,
-                levels, max_rows, max_heads, Queries(q, *self.queries), output, states, self.rules,
+                levels, max_rows, max_heads, queries, output, states, self.rules,
             )  # fmt: skip
             entry = self.entries.get(tile)
             if entry is None:

@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nbattn.cache import cache_directory, hash_of, versions_of
+from nbattn.cache import cache_directory, fingerprint, write_whole
 from nbattn.cuda_kernels.parameters import PARAMETERS
 from nbattn.errors import TargetError
 
@@ -116,15 +115,17 @@ def cubin_for(family: str, constants: dict[str, Any], cc: ComputeCapability) -> 
 
 def cache_key(family: str, constants: dict[str, Any], cc: ComputeCapability) -> str:
     """Return the hash of everything the cubin depends on: sources, toolchain, constants, compute capability."""
-    text = json.dumps([source_hash(), versions_of(*_TOOLCHAIN), family, sorted(constants.items()), list(cc)])
+    text = json.dumps([source_hash(), family, sorted(constants.items()), list(cc)])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @cache
 def source_hash() -> str:
-    """Return the hash of the kernels' sources and of the modules they inline."""
-    package = Path(sys.modules["nbattn"].__file__ or "").parent
-    return hash_of(sorted(Path(__file__).parent.glob("*.py")) + [package / name for name in _SHARED_SOURCES])
+    """Return the hash of the kernels' sources, of the modules they inline, and of what compiles them."""
+    package = os.path.dirname(sys.modules["nbattn"].__file__ or "")
+    with os.scandir(os.path.dirname(__file__)) as entries:
+        sources = sorted(entry.path for entry in entries if entry.name.endswith(".py"))
+    return fingerprint([*sources, *(os.path.join(package, name) for name in _SHARED_SOURCES)], _TOOLCHAIN)
 
 
 def _read(path: Path) -> Cubin | None:
@@ -139,15 +140,10 @@ def _read(path: Path) -> Cubin | None:
 
 
 def _write(path: Path, cubin: Cubin) -> None:
-    """Write through a temporary name, so that another process sees the whole file or none."""
     shape = {"name": cubin.name, "threads": cubin.threads, "shared_bytes": cubin.shared_bytes}
     header = json.dumps({**shape, "sha256": hashlib.sha256(cubin.image).hexdigest()})
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(_MAGIC + header.encode() + b"\n" + cubin.image)
-        os.replace(temporary, path)
+        write_whole(path, _MAGIC + header.encode() + b"\n" + cubin.image)
     except OSError as error:
         logger.warning("the cubin cache %s cannot be written (%s): every process will compile anew", path.parent, error)
 

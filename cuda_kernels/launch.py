@@ -16,6 +16,7 @@ from nbattn.cuda_kernels.parameters import PARAMETERS
 from nbattn.errors import TargetError
 
 _PACKED = {"i64": "q", "i32": "i", "f32": "f"}
+_SIZES = {code: struct.calcsize(code) for code in _PACKED.values()}  # each is aligned to its size
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _LARGE_CLUSTERS_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _CLUSTER_DIMENSION, _OVERLAP = 4, 6  # CU_LAUNCH_ATTRIBUTE_..., the latter PROGRAMMATIC_STREAM_SERIALIZATION
@@ -113,12 +114,14 @@ class LoadedKernel:
 @cache
 def _layout(family: str) -> tuple[struct.Struct, np.ndarray, dict[str, int]]:
     """Return how a kernel's parameters are packed, where each begins, and its index by name."""
-    codes, offsets = "@", []
-    for _, kind in PARAMETERS[family]:
-        codes += _PACKED[kind]
-        offsets.append(struct.calcsize(codes) - struct.calcsize(_PACKED[kind]))
+    codes = [_PACKED[kind] for _, kind in PARAMETERS[family]]
+    layout, offsets, end = struct.Struct("@" + "".join(codes)), [], 0
+    for code in codes:
+        size = _SIZES[code]
+        offsets.append(-(-end // size) * size)
+        end = offsets[-1] + size
     order = {name: i for i, (name, _) in enumerate(PARAMETERS[family])}
-    return struct.Struct(codes), np.array(offsets, np.int64), order
+    return layout, np.array(offsets, np.int64), order
 
 
 class Parameters:

@@ -140,23 +140,27 @@ class PlanMetadata:
         parts["merge rows"] = _Part(merge_rows, merges, -1)
         parts["merge indptr"] = _Part(merge_indptr, merges + 1, int(merge_indptr[-1]))
         parts["merge slots"] = _Part(merge_slots, max(len(merge_slots), room.merge_slots or 0))
+        on_device = [self.device.holds(table) for table in tables]
         for level, table in enumerate(tables):
-            host = _NOTHING if self.device.holds(table) else table
-            parts[f"table {level}"] = _Part(host, max(table.size, room.pages or 0))
+            parts[f"table {level}"] = _Part(_NOTHING if on_device[level] else table, max(table.size, room.pages or 0))
         if first:
             self._lay_out(parts)
             self.num_states, self.num_merges = max(num_states, room.states or 0), merges
         self.most_states = int(np.diff(merge_indptr).max(initial=0)) if room.states is None else self.num_states
         if num_states > self.num_states:
             raise ContractError(f"plan: must fit its room of {self.num_states} partial states, got {num_states}.")
-        self._copy(parts)
+        self._copy(parts, whole=first or not all(on_device))
         self._tables = tables
         for level, table in enumerate(tables):
-            if self.device.holds(table):
-                begin, size = self._places[f"table {level}"]
-                if table.size > size:
-                    raise ContractError(f"plan: must fit its room of {size} page-table entries, got {table.size}.")
-                self.device.copy(table, self._buffer[begin : begin + table.size])
+            if on_device[level]:
+                self._copy_table(f"table {level}", table)
+
+    def _copy_table(self, name: str, table: Any) -> None:
+        room = self._places[name][1]
+        if table.size > room:
+            raise ContractError(f"plan: must fit its room of {room} page-table entries, got {table.size}.")
+        if table.size:
+            self.device.copy(table, self._address(name))
 
     def table(self, level: int, kv_indices: Any) -> tuple[int, Any]:
         """Return the address of a call's page ids, and what must live as long as it is used.
@@ -204,6 +208,8 @@ class PlanMetadata:
             end += -(-part.room // _ALIGNMENT) * _ALIGNMENT
         self._host = np.zeros(max(end, 1), np.int32)
         self._buffer = self.device.empty((max(end, 1),), "int32")
+        before_tables = self._places["table 0"][0]
+        self._without_tables = self._host[:before_tables], self._buffer[:before_tables]
         names = ("position", "request", "index", "merge rows", "merge indptr", "merge slots")
         self.pointers = {name: self._address(name) for name in names}
         self.segments = []
@@ -213,7 +219,8 @@ class PlanMetadata:
             count = self._places[name][1] // len(WORK)
             self.segments.append(Segment(level, tile, self._address(name), count, pairs))
 
-    def _copy(self, parts: dict[str, _Part]) -> None:
+    def _copy(self, parts: dict[str, _Part], whole: bool) -> None:
+        """Upload the parts; page ids stand last and are left alone unless `whole`."""
         for name, (begin, room) in self._places.items():
             numbers, _, filler = parts.get(name, _EMPTY)
             end, size = begin + room, numbers.size
@@ -224,7 +231,8 @@ class PlanMetadata:
             if size < used or filler != filled:
                 self._host[begin + size : begin + used if filler == filled else end] = filler
             self._written[name] = size, filler
-        self.device.upload(self._host, self._buffer)
+        host, buffer = (self._host, self._buffer) if whole else self._without_tables
+        self.device.upload(host, buffer)
 
     def _address(self, name: str) -> int:
         return self.device.address(self._buffer) + 4 * self._places[name][0]

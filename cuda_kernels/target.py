@@ -81,7 +81,7 @@ def tiling(
     may_choose = few > 0 and len(levels) > 1 and split_size is None
     tokens, few_keys, many_keys = [], 0, 0
     for level in levels:
-        rows = np.diff(np.asarray(level.qo_indptr))
+        rows = level.qo_indptr[1:] - level.qo_indptr[:-1]
         longest = int(rows.max(initial=0))
         tile = max(1, min(few, longest))
         keys = _keys_of_tiles(rows, level.kv.kv_lens, tile)

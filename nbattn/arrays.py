@@ -31,6 +31,22 @@ def library_of(x: Array) -> str | None:
     return None
 
 
+def on_host(*arrays: Array) -> list[np.ndarray]:
+    """Return arrays of one dimension on the host, themselves if they are there.
+
+    Several on a device are copied together: into pinned memory, so that one wait for the device serves them all.
+    """
+    if len(arrays) == 1 or not all(library_of(x) == "cupy" and x.size for x in arrays):
+        return [x if isinstance(x, np.ndarray) else x.get() for x in arrays]
+    cuda = sys.modules["cupy"].cuda
+    copies = [np.frombuffer(cuda.alloc_pinned_memory(x.nbytes), x.dtype, x.size) for x in arrays]
+    for x, copy in zip(arrays, copies, strict=True):
+        x.get(out=copy, blocking=False)
+    for device in {x.data.device_id for x in arrays}:
+        cuda.get_current_stream(device).synchronize()
+    return copies
+
+
 def require_array(name: str, x: Array) -> Array:
     """Return `x` if it is a NumPy or CuPy array, else refuse it by name."""
     if library_of(x) is None:
@@ -87,9 +103,14 @@ _names: dict[np.dtype, str] = {}  # str(dtype) takes a microsecond, and a call a
 
 def dtype_name(x: Array) -> str:
     """Return the element type's name, e.g. ``"bfloat16"`` or ``"float8_e4m3fn"``."""
-    name = _names.get(x.dtype)
+    return name_of(x.dtype)
+
+
+def name_of(dtype: np.dtype) -> str:
+    """Return the name of an element type, as `dtype_name`."""
+    name = _names.get(dtype)
     if name is None:
-        name = _names[x.dtype] = str(x.dtype)
+        name = _names[dtype] = str(dtype)
     return name
 
 

@@ -100,7 +100,7 @@ def check_levels(levels: Any, q: Array) -> tuple[tuple[Level, ...], str]:
             raise ContractError(f"levels[{i}]: must be a Level, got {type(level).__name__}.")
         library = check_query(q, level.kv)
         kv, kv_0 = level.kv, levels[0].kv
-        for what in ("num_kv_heads", "head_dim_qk", "head_dim_vo", "kv_dtype"):
+        for what in ("num_kv_heads", "head_dim_qk", "head_dim_vo", "kv_dtype") if i else ():
             if getattr(kv, what) != getattr(kv_0, what):
                 raise ContractError(
                     f"levels[{i}].kv: must have level 0's {what} {getattr(kv_0, what)}, got {getattr(kv, what)}."

@@ -32,12 +32,12 @@ def backend(target: str) -> ModuleType:
         ) from error
 
 
-def kept_plans(levels: Any) -> list[Plan]:
-    """Return the plans that calls without one have made for the last level's table, on these threads or this stream.
+def kept_plans(kv: Any) -> list[Plan]:
+    """Return the plans that calls without one have made for a cache's table, on these threads or this stream.
 
-    A table never changes, so the layers of a model share them; they live as long as the table.
+    A table never changes, so the layers of a model share them; they live as long as the table. For a cascade it is the
+    table of the last level.
     """
-    kv = levels[-1].kv if isinstance(levels, (list, tuple)) and levels and isinstance(levels[-1], Level) else None
     if not isinstance(kv, PagedKV) or not kv.table.kept:
         return []
     lane = backend("cpu" if kv.library == "numpy" else "cuda").lane()
@@ -74,7 +74,7 @@ def _plan_of(problem: Problem, rules: PlanRules, kernels: ModuleType) -> Plan:
     num_rows = max(int(level.qo_indptr[-1]) for level in levels)
     start, positions = options.kv_start, options.q_positions
     own_places = start is not None or positions is not None
-    for plan in [] if own_places else kept_plans(levels):
+    for plan in [] if own_places else kept_plans(levels[-1].kv):
         if plan.rules == rules and plan.is_for(levels):
             return plan
     plan = Plan(

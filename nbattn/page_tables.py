@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from nbattn.arrays import Array, dtype_name, library_of, require_array
+from nbattn.arrays import Array, dtype_name, library_of, on_host, require_array
 from nbattn.errors import ContractError, PageTableError
 
 INT32_MAX = 2**31 - 1
@@ -88,8 +88,9 @@ def csr_table_of(
     form: TableForm = PAGE_TABLE,
 ) -> PageTable:
     """Return the same over a cache known by its sizes only; the page count may come later, by `PageTable.over`."""
-    indptr = host_int64(form.indptr, kv_indptr, library)
-    last_page_len = host_int64(form.lens, kv_last_page_len, library)
+    for name, x in ((form.indptr, kv_indptr), (form.lens, kv_last_page_len)):
+        require_index_array(name, x, 1, library)
+    indptr, last_page_len = (x.astype(np.int64) for x in on_host(kv_indptr, kv_last_page_len))
     require_index_array(form.ids, kv_indices, 1, library)
     if indptr.size == 0:
         raise PageTableError(f"{form.indptr}: must hold at least the leading 0, got an empty array.")
@@ -141,7 +142,8 @@ def slot_table(slot_ids: Array | None, kv_lens: Array, k: Array, form: TableForm
 def _checked(
     indptr: np.ndarray, ids: Array, lens: np.ndarray, page_size: int, num_pages: int, form: TableForm
 ) -> PageTable:
-    raise_first(table_faults(indptr, ids, lens, page_size, num_pages, form))
+    """Return the table of offsets that are right, once its lengths and ids are."""
+    raise_first(_entry_faults(indptr, indptr[1:] - indptr[:-1], ids, lens, page_size, num_pages, form))
     kept = indptr.astype(np.int32), snapshot(ids), lens.astype(np.int32)
     for array in kept:
         if isinstance(array, np.ndarray):
@@ -158,6 +160,14 @@ def table_faults(
     if not _are_offsets(indptr, capacity, ids.shape[0]):  # nobody can say which entries belong to whom
         yield from indptr_faults(indptr, ids.shape[0], form)
         return
+    yield from _entry_faults(indptr, capacity, ids, lens, page_size, num_pages, form)
+
+
+def _entry_faults(
+    indptr: np.ndarray, capacity: np.ndarray, ids: Array, lens: np.ndarray, page_size: int, num_pages: int,
+    form: TableForm,
+) -> Iterator[str]:  # fmt: skip
+    """Yield a message per broken rule of lengths and ids, whose offsets are right."""
     yield from _length_faults(indptr, capacity, lens, page_size, form)
     if library_of(ids) != "numpy":
         return
@@ -283,7 +293,8 @@ def require_index_array(name: str, x: Array, ndim: int, library: str | None) -> 
 def host_int64(name: str, x: Array, library: str | None) -> np.ndarray:
     """Return a one-dimensional index array on the host as int64: one small copy if it is on the device."""
     require_index_array(name, x, 1, library)
-    return (x if library_of(x) == "numpy" else x.get()).astype(np.int64)
+    (host,) = on_host(x)
+    return host.astype(np.int64)
 
 
 def snapshot(ids: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from nbattn import contracts
@@ -128,7 +129,8 @@ def paged_attention(
         return_lse, lse_base, target,
     )  # fmt: skip
     arrays = sinks, attn_mask, alibi_slopes, k_scale, v_scale
-    return perform(q, [Level(kv, qo_indptr, causal)], values, arrays, plan, out, lse)[0]
+    again = _again(q, ((kv, qo_indptr, causal),), values, arrays, plan, out, lse)
+    return (again or _first(q, [Level(kv, qo_indptr, causal)], values, arrays, plan, out, lse))[0]
 
 
 def cascade_attention(
@@ -212,11 +214,34 @@ def perform(
 
     `plain` and `arrays` are the fields of `PlainOptions` and `ArrayOptions`, or tuples in their order.
     """
-    for known in kept_plans(levels) if plan is None else [plan]:
+    again = None
+    if isinstance(levels, (list, tuple)) and levels and all(type(x) is Level for x in levels):
+        fields = [(x.kv, x.qo_indptr, x.causal) for x in levels]
+        again = _again(q, fields, plain, arrays, plan, out, lse)
+    return again or _first(q, levels, plain, arrays, plan, out, lse)
+
+
+def _again(
+    q: Array, levels: Sequence[tuple[Any, Any, Any]], plain: tuple[Any, ...], arrays: tuple[Any, ...],
+    plan: Plan | None, out: Any, lse: Any,
+) -> tuple[Result, RememberedCall] | None:  # fmt: skip
+    """Run a call that its plan remembers, or a plan kept for its table; None: there is none, and nothing was done.
+
+    `levels` are the fields of each `Level`.
+    """
+    for known in kept_plans(levels[-1][0]) if plan is None else (plan,):
         call = known.last_call if isinstance(known, Plan) else None
-        result = None if call is None else call.again(q, levels, plain, arrays, out, lse)
-        if result is not None:
-            return result, call
+        if call is not None:
+            result = call.again(q, levels, plain, arrays, out, lse)
+            if result is not None:
+                return result, call
+    return None
+
+
+def _first(
+    q: Array, levels: Any, plain: tuple[Any, ...], arrays: tuple[Any, ...], plan: Plan | None, out: Any, lse: Any
+) -> tuple[Result, RememberedCall | None]:
+    """Check and run a call that nothing remembers; return its result, and the call if it may be repeated."""
     given = PlainOptions._make(plain)
     checked, library = contracts.check_levels(levels, q)
     name = confirm_target(given.target, library)

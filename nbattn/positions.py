@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -101,12 +101,20 @@ def place_rows(levels: list[LevelLengths], total_rows: int, kv_start: Any = None
 
 def _place_decode_rows(level: LevelLengths, total_rows: int, kv_start: Any, q_positions: Any) -> Positions:
     """Return `place_rows` of one row for each request of one level."""
-    nothing = np.zeros(total_rows, np.int64)
+    nothing, request, index, covered = _decode_rows(total_rows)
     start = nothing if kv_start is None else np.asarray(kv_start, np.int64)
     position = start + level.kv_lens - 1 if q_positions is None else np.asarray(q_positions, np.int64)
-    index, request = np.zeros(total_rows, np.int32), np.arange(total_rows, dtype=np.int32)
-    covered = np.ones(total_rows, bool)
     return Positions(position.astype(np.int32), request, index, [nothing], [start], covered, q_positions is None)
+
+
+@lru_cache(maxsize=16)
+def _decode_rows(total_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the keys above, requests, indices and coverage of rows that are one for each request.
+
+    Plans share them, and nothing writes to a plan's arrays.
+    """
+    rows = np.arange(total_rows, dtype=np.int32)
+    return np.zeros(total_rows, np.int64), rows, np.zeros(total_rows, np.int32), np.ones(total_rows, bool)
 
 
 def _spread(values: np.ndarray, counts: np.ndarray | None) -> np.ndarray:

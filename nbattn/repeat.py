@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -68,19 +68,20 @@ class RememberedCall:
     launch: Launch
 
     def again(
-        self, q: Array, levels: Any, plain: tuple[Any, ...], arrays: tuple[Any, ...], out: Any, lse: Any
+        self, q: Array, levels: Sequence[tuple[Any, Any, Any]], plain: tuple[Any, ...], arrays: tuple[Any, ...],
+        out: Any, lse: Any,
     ) -> Any:  # fmt: skip
-        """Return what the call returns if it is this one again, else None: nothing was done."""
-        if not _equal(plain, self.plain) or type(levels) not in (list, tuple) or len(levels) != len(self.levels):
+        """Return what the call returns if it is this one again, else None: nothing was done.
+
+        `levels` are the fields of each `Level`.
+        """
+        if not _equal(plain, self.plain) or len(levels) != len(self.levels):
             return None
         address, pages = self.launch.address, list[int]()
-        for level, (table, forms, causal, offsets) in zip(levels, self.levels, strict=True):
-            if type(level) is not Level or type(level.kv) is not PagedKV:
+        for (kv, qo_indptr, is_causal), (table, forms, causal, offsets) in zip(levels, self.levels, strict=True):
+            if type(kv) is not PagedKV or kv.table is not table() or kv.forms != forms:
                 return None
-            kv = level.kv
-            if kv.table is not table() or kv.forms != forms or bool(level.causal) is not causal:
-                return None
-            if _offsets(level.qo_indptr) != offsets:
+            if bool(is_causal) is not causal or _offsets(qo_indptr) != offsets:
                 return None
             pages += (address(kv.k), address(kv.v))
         return self.over(pages, q, arrays, out, lse)
@@ -187,7 +188,7 @@ def _equal(given: tuple[Any, ...], mine: tuple[Any, ...]) -> bool:
 
 
 def _forms(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(form_of(x) if library_of(x) else x for x in arrays)
+    return tuple(x if x is None or not library_of(x) else form_of(x) for x in arrays)
 
 
 def _writable(x: np.ndarray | None) -> bool:

@@ -83,14 +83,18 @@ def build_work(
         _trim(items, places.row_position, window_left, chunk_size)
     whole = _only(items, items[KEY_END] > items[KEY_BEGIN])
     items = _split(whole, split_size, shares, few_tokens, many_shares)
-    tokens = items[ROW_END] - items[ROW_BEGIN]
-    is_direct = items is whole and len(levels) == 1 and int(tokens.sum()) == len(places.covered)
+    cost = items[KEY_END] - items[KEY_BEGIN]
+    max_tokens, num_rows = 1, items.shape[1]
+    if len(levels) > 1 or levels[0].rows[1] is not None:
+        tokens = items[ROW_END] - items[ROW_BEGIN]
+        max_tokens, num_rows = int(tokens.max(initial=1)), int(tokens.sum())
+        cost *= tokens
+    is_direct = items is whole and len(levels) == 1 and num_rows == len(places.covered)
     merges = _without_states(items, np.zeros(0, np.int32)) if is_direct else _assign_states(items, places.covered)
-    cost = (items[KEY_END] - items[KEY_BEGIN]) * tokens
     work = items.T.astype(np.int32, order="C")
     if (cost[1:] > cost[:-1]).any():
         work = work[np.argsort(-cost, kind="stable")]  # longest first
-    return WorkList(work, *merges, int(tokens.max(initial=1)))
+    return WorkList(work, *merges, max_tokens)
 
 
 def most_work(

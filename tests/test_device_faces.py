@@ -21,11 +21,15 @@ class DeviceArray:
         self.host, self.copies, self.base = host, copies, None
         self.shape, self.dtype, self.ndim, self.size = host.shape, host.dtype, host.ndim, host.size
         self.strides, self.itemsize, self.device = host.strides, host.itemsize, "<CUDA Device 0>"
-        self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0])
+        self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0], device_id=0)
+        self.nbytes = host.nbytes
 
-    def get(self):
+    def get(self, out=None, blocking=True):
         self.copies.append(self.shape)
-        return self.host.copy()
+        if out is None:
+            return self.host.copy()
+        out[:] = self.host
+        return out
 
     def item(self):
         return self.get().item()
@@ -76,6 +80,8 @@ def cupy(monkeypatch):
     module.asarray = lambda x: DeviceArray(np.array(x), module.copies)
     module.zeros = lambda *args: DeviceArray(np.zeros(*args), module.copies)
     module.full = lambda *args: DeviceArray(np.full(*args), module.copies)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    module.cuda = SimpleNamespace(alloc_pinned_memory=bytearray, get_current_stream=lambda device: stream)
     monkeypatch.setitem(sys.modules, "cupy", module)
     for name in ("engine", "gather"):
         monkeypatch.setattr(f"nbattn.{name}.backend", lambda target: {"cuda": module.target}[target])

@@ -5,6 +5,7 @@ A stand-in for CuPy gives its values away through `get` alone, so these tests ne
 
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,15 +16,22 @@ from nbattn import ContractError, PagedKV, PageTableError, TargetError, append_p
 class DeviceArray:
     """A NumPy array behind the part of CuPy's interface that the host side of the library may use."""
 
+    pending: ClassVar = []  # copies that the stream has not done yet
+
     def __init__(self, host, copies, base=None):
         self.host, self.copies, self.base = host, copies, base
         self.shape, self.dtype, self.ndim, self.size = host.shape, host.dtype, host.ndim, host.size
         self.strides, self.itemsize, self.device = host.strides, host.itemsize, "<CUDA Device 0>"
-        self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0])
+        self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0], device_id=0)
+        self.nbytes = host.nbytes
 
-    def get(self):
+    def get(self, out=None, blocking=True):
         self.copies.append(self.shape)
-        return self.host.copy()
+        if out is None:
+            return self.host.copy()
+        assert not blocking
+        self.pending.append((out, self.host))
+        return out
 
     def copy(self):
         return DeviceArray(self.host.copy(), self.copies)
@@ -60,6 +68,14 @@ def cupy(monkeypatch):
     def as_strided(x, shape, strides):
         return DeviceArray(np.lib.stride_tricks.as_strided(x.host, shape, strides), module.copies, x)
 
+    def synchronize():
+        for out, values in DeviceArray.pending:
+            out[:] = values
+        module.copies.append(f"wait for {len(DeviceArray.pending)}")
+        DeviceArray.pending.clear()
+
+    streams = {0: SimpleNamespace(synchronize=synchronize)}
+    module.cuda = SimpleNamespace(alloc_pinned_memory=bytearray, get_current_stream=streams.__getitem__)
     module.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=as_strided))
     monkeypatch.setitem(sys.modules, "cupy", module)
     return module
@@ -73,7 +89,7 @@ TABLE, LENS = np.array([[5, 1], [2, 9]], np.int32), np.array([7, 3], np.int32)
 def test_offsets_and_lengths_are_copied_once_and_ids_never(cupy):
     arrays = [cupy.asarray(x) for x in (INDPTR, INDICES, LAST)]
     kv = PagedKV.from_page_table(cupy.asarray(CACHE), *arrays)
-    assert sorted(cupy.copies) == [(2,), (3,)]
+    assert cupy.copies == [(3,), (2,), "wait for 2"]
     assert (kv.library, kv.kv_lens.tolist(), kv.kv_indptr.tolist()) == ("cupy", [9, 3], [0, 3, 4])
     assert isinstance(kv.kv_indices, DeviceArray)
     arrays[1].host[:] = 77
@@ -84,6 +100,12 @@ def test_offsets_and_lengths_are_copied_once_and_ids_never(cupy):
     assert cupy.copies == [(2,)]
     assert kv.kv_indices.host.tolist() == [5, 1, 2, 9]
     assert kv.kv_indices.host.flags.c_contiguous
+
+
+def test_an_empty_batch_needs_no_wait(cupy):
+    empty = np.zeros(0, np.int32)
+    kv = PagedKV.from_page_table(cupy.asarray(CACHE), *map(cupy.asarray, (INDPTR[:1], empty, empty)))
+    assert (kv.batch_size, sorted(cupy.copies)) == (0, [(0,), (1,)])
 
 
 def test_host_tables_stay_on_the_host_and_are_checked(cupy):

@@ -1,7 +1,7 @@
 """Metadata and buffers on a GPU, seen from the host: what `plan` copies and refuses, on a stand-in for CuPy."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +16,13 @@ class DeviceArray:
     def __init__(self, host):
         self.host = host
         self.shape, self.dtype, self.ndim, self.size = host.shape, host.dtype, host.ndim, host.size
+        self.nbytes, self.data = host.nbytes, SimpleNamespace(device_id=0)
 
-    def get(self):
-        return self.host.copy()
+    def get(self, out=None, blocking=True):
+        if out is None:
+            return self.host.copy()
+        out[:] = self.host
+        return out
 
     def set(self, values):
         assert isinstance(values, np.ndarray)
@@ -46,6 +50,8 @@ class DeviceArray:
 def cupy(monkeypatch):
     module = ModuleType("cupy")
     module.ndarray, module.asarray = DeviceArray, lambda x: DeviceArray(np.array(x))
+    stream = SimpleNamespace(synchronize=lambda: None)
+    module.cuda = SimpleNamespace(alloc_pinned_memory=bytearray, get_current_stream=lambda device: stream)
     monkeypatch.setitem(sys.modules, "cupy", module)
     return module
 

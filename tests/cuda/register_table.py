@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nbattn.cache import versions_of
 from nbattn.cuda_kernels import compile as compiler
 from nbattn.cuda_kernels.shapes import specialisations
 
@@ -92,7 +93,7 @@ def read_table() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    version = compiler.versions_of("nvidia-nvvm")["nvidia-nvvm"]
+    version = versions_of("nvidia-nvvm")["nvidia-nvvm"]
     head = f"# {'specialisation':62s} regs  shared blocks, sm_90a, {version}\n"
     rows = [compiled(family, constants) for family, constants in to_compile()]
     TABLE.write_text(head + "\n".join(row.line for row in rows) + "\n")

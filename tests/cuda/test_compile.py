@@ -77,9 +77,17 @@ def test_the_key_changes_with_everything_that_matters(monkeypatch):
     assert key != compiler.cache_key("merge_pair", {"vector": True}, CC)
     monkeypatch.setattr(compiler, "source_hash", lambda: "edited")
     assert key != compiler.cache_key("merge_states", {"vector": True}, CC)
-    monkeypatch.undo()
-    monkeypatch.setattr(compiler, "versions_of", lambda *names: {"numba-cuda": "0"})
-    assert key != compiler.cache_key("merge_states", {"vector": True}, CC)
+
+
+def test_the_sources_that_matter_are_in_the_key(monkeypatch):
+    asked = []
+    monkeypatch.setattr(compiler, "fingerprint", lambda sources, packages: asked.append((sources, packages)) or "found")
+    assert compiler.source_hash.__wrapped__() == "found"
+    ((sources, packages),) = asked
+    names = [os.path.basename(path) for path in sources]
+    assert {"paged_decode.py", "compile.py", "ptx.py", "indexing.py", "scoring.py"} <= set(names)
+    assert all(map(os.path.isfile, sources))
+    assert {"numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink"} <= set(packages)
 
 
 def test_a_damaged_cache_entry_is_compiled_anew():

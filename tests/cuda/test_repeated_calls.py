@@ -206,6 +206,24 @@ def test_a_call_outlives_an_update_of_lengths_and_pages(lent):
         nbattn.paged_attention(q, paged(rng, pool, [1, 1]), plan=plan)
 
 
+def test_tables_on_the_device_are_copied_there(lent, monkeypatch):
+    rng = np.random.default_rng(10)
+    pool = numbers(rng, (9, 2, 16, 2, DIM), "bfloat16")
+    q, tables = numbers(rng, (2, HEADS, DIM), "bfloat16"), [paged(rng, pool, x) for x in ([20, 9], [64, 3], [0, 33])]
+    on_device = {id(kv.kv_indices) for kv in tables[:2]}
+    monkeypatch.setattr(lent, "holds", lambda x: id(x) in on_device)
+    plan = nbattn.plan(tables[0], num_qo_heads=HEADS, max_kv_len=64)
+    for kv in (*tables, tables[1]):
+        plan.update(kv)
+        agrees(nbattn.paged_attention(q, kv, plan=plan, return_lse=True), q, kv)
+    whole, entries = lent.uploaded[0], 2 * 4
+    assert lent.uploaded == [whole, whole - entries, whole, whole - entries]
+    more = nbattn.PagedKV.from_block_table(pool[:, 0], pool[:, 1], np.zeros((2, 5), np.int32), np.array([20, 9]))
+    on_device.add(id(more.kv_indices))
+    with pytest.raises(ContractError, match=r"^Plan.update: needs 10 page-table entries, the plan holds 8"):
+        plan.update(more)
+
+
 @pytest.mark.parametrize("change", ["rows", "mask", "positions", "table"])
 def test_a_call_does_not_outlive_other_updates(lent, change):
     rng = np.random.default_rng(9)
