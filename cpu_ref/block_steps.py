@@ -23,6 +23,7 @@ from nbattn.cpu_ref.many_rows import (
 from nbattn.cpu_ref.number_formats import address_of, itemsize
 from nbattn.cpu_ref.packing import pack_queries
 from nbattn.cpu_ref.rules import rotate_keys
+from nbattn.cpu_ref.scratch import zeros
 from nbattn.cpu_ref.tiles import KEYS
 
 
@@ -82,9 +83,9 @@ def make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
 @overload(make_scratch)
 def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
     def few(tile, kind, q, rotating, max_heads, dim, value_dim):
-        places = np.empty((2, KEYS), np.int64)
+        places = zeros(np.int64, 2, KEYS)
         idle, rotated_rows = places[0], places[1]
-        rotated = np.empty((max_heads * KEYS if rotating else 0, q.shape[1]), number_type(kind))
+        rotated = zeros(number_type(kind), max_heads * KEYS if rotating else 0, q.shape[1])
         for j in range(KEYS):
             idle[j] = address_of(q)
             rotated_rows[j] = address_of(rotated) + j * rotated.strides[0]

@@ -16,9 +16,9 @@ from nbattn.cpu_ref.number_formats import address_of
 from nbattn.cpu_ref.packing import pack_weights
 from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.rows import ROW_MULTIPLE
+from nbattn.cpu_ref.scratch import zeros
 from nbattn.cpu_ref.tiles import (
     KEYS,
-    LINE_BYTES,
     score_tile_1,
     score_tile_4,
     tile_keys,
@@ -157,14 +157,6 @@ def fold(total, total_sum, total_m, acc, d_sum, m, rows, dim):
         total_m[row], d_sum[row] = m[row], 0
 
 
-@part
-def line_aligned(kind, rows, columns):
-    """Return zeros of the arithmetic type whose first number starts a line: no vector of whole rows crosses one."""
-    flat = np.zeros(rows * columns + LINE_BYTES, number_type(kind))
-    skip = -address_of(flat) % LINE_BYTES // flat.itemsize
-    return flat[skip : skip + rows * columns].reshape(rows, columns)
-
-
 def query_bits(kind, rows, dim):
     """Return the array that `query_operand` fills, zeros; without rows for a kind that multiplies float32."""
     raise NotImplementedError("compiled code only")
@@ -173,8 +165,8 @@ def query_bits(kind, rows, dim):
 @overload(query_bits)
 def _query_bits(kind, rows, dim):
     if uses_dot(kind.tag):
-        return lambda kind, rows, dim: np.zeros((rows, 2 * padded((dim + 1) // 2)), np.uint16)
-    return lambda kind, rows, dim: np.zeros((0, 0), np.uint16)
+        return lambda kind, rows, dim: zeros(np.uint16, rows, 2 * padded((dim + 1) // 2))
+    return lambda kind, rows, dim: zeros(np.uint16, 0, 0)
 
 
 def query_operand(kind, q, bits, rows, dim):

@@ -12,7 +12,7 @@ import numpy as np
 
 from nbattn.cpu_ref.blocks import (
     fold,
-    line_aligned,
+    number_type,
     padded,
     query_bits,
     query_operand,
@@ -35,6 +35,7 @@ from nbattn.cpu_ref.problem import (
     V_SLOT,
 )
 from nbattn.cpu_ref.rows import load_queries, store_rows
+from nbattn.cpu_ref.scratch import zeros
 from nbattn.cpu_ref.tiles import FOLD_KEYS, KEYS, softmax_block
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import mapped_page, page_and_slot, selected_token
@@ -76,17 +77,18 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
     level : int64 [columns]
         Where the pages lie.
     """
+    number = number_type(kind)
     group, heads = queries.group_size, num_kv_heads
     num_rows = heads * group
     stride = padded(num_rows + 4)
-    q = line_aligned(kind, num_rows + 4, padded(queries.dim))
+    q = zeros(number, num_rows + 4, padded(queries.dim))
     bits = query_bits(kind, num_rows + 4, queries.dim)
-    acc = line_aligned(kind, num_rows, padded(output.dim))
-    total = line_aligned(kind, num_rows, padded(output.dim))
-    s = line_aligned(kind, KEYS, stride)
-    running = line_aligned(kind, 5, stride)
+    acc = zeros(number, num_rows, padded(output.dim))
+    total = zeros(number, num_rows, padded(output.dim))
+    s = zeros(number, KEYS, stride)
+    running = zeros(number, 5, stride)
     m, d_sum, alpha, total_m, total_sum = running[0], running[1], running[2], running[3], running[4]
-    places = np.zeros((5, KEYS), np.int64)  # where rows of K and V lie: of this block and of the next
+    places = zeros(np.int64, 5, KEYS)  # where rows of K and V lie: of this block and of the next
     key_rows, value_rows, idle = places[0:2], places[2:4], places[4]
     for j in range(KEYS):
         idle[j] = address_of(q)

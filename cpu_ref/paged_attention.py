@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from nbattn.cpu_ref.block_steps import Block, Side, block_shape, make_scratch, prepare_rows, score_block, weigh_block
-from nbattn.cpu_ref.blocks import fold, line_aligned, padded, query_bits
+from nbattn.cpu_ref.blocks import fold, number_type, padded, query_bits
 from nbattn.cpu_ref.compiling import kernel, part
 from nbattn.cpu_ref.number_formats import address_of, load_int32
 from nbattn.cpu_ref.problem import (
@@ -29,6 +29,7 @@ from nbattn.cpu_ref.problem import (
 )
 from nbattn.cpu_ref.rows import load_queries, store_rows
 from nbattn.cpu_ref.rules import apply_rules
+from nbattn.cpu_ref.scratch import zeros
 from nbattn.cpu_ref.tiles import FOLD_KEYS, softmax_block
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import page_and_slot, visible_keys
@@ -118,18 +119,19 @@ def paged_worker(
         The plan's work list and where each level's pages lie.
     """
     group = queries.group_size
+    number = number_type(kind)
     keys, spare_rows, spare_columns = block_shape(tile)
     room, stride = max_rows + spare_rows, padded(max_rows + spare_rows)
-    q = line_aligned(kind, room, padded(queries.dim))
+    q = zeros(number, room, padded(queries.dim))
     bits = query_bits(kind, room, queries.dim)
-    acc = line_aligned(kind, room, padded(output.dim + spare_columns))
-    total = line_aligned(kind, room, padded(output.dim + spare_columns))
-    s = line_aligned(kind, keys, stride)
-    running = line_aligned(kind, 5, stride)
+    acc = zeros(number, room, padded(output.dim + spare_columns))
+    total = zeros(number, room, padded(output.dim + spare_columns))
+    s = zeros(number, keys, stride)
+    running = zeros(number, 5, stride)
     m, d_sum, alpha, total_m, total_sum = running[0], running[1], running[2], running[3], running[4]
-    of_row = np.empty((5, max_rows), np.int64)
+    of_row = zeros(np.int64, 5, max_rows)
     first, end, qo_head, q_row, position = of_row[0], of_row[1], of_row[2], of_row[3], of_row[4]
-    places = np.empty((6, keys), np.int64)  # where rows of K and V lie: of this block and of the next
+    places = zeros(np.int64, 6, keys)  # where rows of K and V lie: of this block and of the next
     key_rows, value_rows, dropped = places[0:2], places[2:4], places[4:6]
     rotating = rules.cos.shape[0] > 0
     scratch = make_scratch(tile, kind, q, rotating, max_heads, queries.dim, output.dim)

@@ -18,7 +18,9 @@ from nbattn.cpu_ref.lanes import AHEAD, TO_L1, Lanes, lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import I64, itemsize
 from nbattn.scoring import LOWEST
 
-FOLD_KEYS = 512  # keys after which the running sums are folded into totals: equal weights round alike, and sums would drift
+FOLD_KEYS = (
+    512  # keys after which the running sums are folded into totals: equal weights round alike, and sums would drift
+)
 KEYS = 16  # keys of a block: 64 of them overflow L2 together with the prefetched next block
 LINE_BYTES = 64
 PANEL_VECTORS = 2  # of a panel: `panel_height` times as many sums, the panel and a broadcast fill the registers
