@@ -16,6 +16,7 @@ from nbattn.cpu_ref.many_rows import (
     SPARE_COLUMNS,
     SPARE_ROWS,
     pack_key_share,
+    pack_query_panels,
     panel_constants,
     score_panels,
     weigh_panels,
@@ -107,7 +108,7 @@ def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
 def prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
     """Bring the first `rows` of `q` and the first block's `n` keys into the form that scores are computed from.
 
-    Returns address and stride of the rows.
+    Returns address and stride of the rows; of many rows the address of their panels.
     """
     raise NotImplementedError("compiled code only")
 
@@ -118,21 +119,17 @@ def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits,
         return query_operand(kind, q, bits, rows, dim)
 
     def many(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
-        operand = query_operand(kind, q, bits, rows, dim)
-        step = panel_constants(kind)[4]
-        pack_queries(kind, operand[0], operand[1], rows, (dim + step - 1) // step, address_of(scratch.queries))
+        pack_query_panels(kind, q, rows, dim, address_of(scratch.queries))
         pack_key_share(kind, scratch.keys, key_rows, k_head, dim, n, 0, 1)
-        return operand
+        return address_of(scratch.queries), 0
 
     def many_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
-        operand = query_operand(kind, q, bits, rows, dim)
-        step = panel_constants(kind)[4]
         if rotating:  # keys are rotated in the arithmetic type
             pack_queries(number_kind, address_of(q), q.strides[0], rows, dim, address_of(scratch.queries))
         else:
-            pack_queries(kind, operand[0], operand[1], rows, (dim + step - 1) // step, address_of(scratch.queries))
+            pack_query_panels(kind, q, rows, dim, address_of(scratch.queries))
             pack_key_share(kind, scratch.keys, key_rows, k_head, dim, n, 0, 1)
-        return operand
+        return address_of(scratch.queries), 0
 
     if tile.tag == "few":
         return few

@@ -11,9 +11,10 @@ from numba.extending import overload
 
 from nbattn.cpu_ref.blocks import padded
 from nbattn.cpu_ref.compiling import part
-from nbattn.cpu_ref.lanes import uses_dot
+from nbattn.cpu_ref.lanes import packs_pairs
 from nbattn.cpu_ref.number_formats import address_of, itemsize
-from nbattn.cpu_ref.packing import all_finite, pack_keys, pack_values, pack_weights, prefetch_row
+from nbattn.cpu_ref.packing import all_finite, pack_keys, pack_panel_weights, pack_queries, pack_values, prefetch_row
+from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.tiles import panel_height, panel_width, score_panel, value_panel, value_tile_1_select
 
 PANEL_KEYS = 96  # keys of a block; K, V, scores, queries and sums of 192 rows take 370 KB of L2
@@ -28,8 +29,28 @@ def panel_constants(kind):
 @overload(panel_constants, inline="always")
 def _panel_constants(kind):
     number = 8 if kind.tag == "float64" else 4
-    constants = (panel_height(), panel_width(kind.tag), number, itemsize(kind.tag), 2 if uses_dot(kind.tag) else 1)
+    constants = (panel_height(), panel_width(kind.tag), number, itemsize(kind.tag), 2 if packs_pairs(kind.tag) else 1)
     return lambda kind: constants
+
+
+def pack_query_panels(kind, q, rows, dim, panels):
+    """Pack the first `rows` of `q` for a cache kind; with pairs they are rounded to bfloat16, in place."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(pack_query_panels)
+def _pack_query_panels(kind, q, rows, dim, panels):
+    def rounded(kind, q, rows, dim, panels):
+        place = address_of(q)
+        for row in range(rows):
+            here = place + row * q.strides[0]
+            narrow_bfloat16(here, here, padded(dim))
+        pack_queries(kind, place, q.strides[0], rows, (dim + 1) // 2, panels)
+
+    def as_it_is(kind, q, rows, dim, panels):
+        pack_queries(kind, address_of(q), q.strides[0], rows, dim, panels)
+
+    return rounded if packs_pairs(kind.tag) else as_it_is
 
 
 @part
@@ -109,7 +130,7 @@ def weigh_panels(kind, scratch, acc, rows, p, block, values, dim, alpha, select,
         for i in range((dim + width - 1) // width):
             finite &= all_finite(kind, address_of(scratch.values[i]), (n + step - 1) // step)
     if finite:
-        pack_weights(kind, address_of(p), p.strides[0], n, padded(rows))
+        pack_panel_weights(kind, address_of(p), p.strides[0], n, padded(rows))
     for i in range(parts):
         if n_next > 0:
             pack_key_share(kind, scratch.keys, keys.coming, block.head_begin * keys.head_stride, key_dim, n_next, i,

@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from nbattn.cpu_ref.cpu import REGISTER_BYTES
-from nbattn.cpu_ref.lanes import TO_L1, Lanes, lane_count, uses_dot
+from nbattn.cpu_ref.lanes import TO_L1, Lanes, lane_count, packs_pairs, uses_dot
 from nbattn.cpu_ref.number_formats import I64, itemsize
 from nbattn.scoring import LOWEST
 
@@ -197,12 +197,12 @@ def _panel_sums(lanes: Lanes, a, a_row, a_step, panel, panel_step, steps) -> lis
 def score_panel(typingctx, kind, k, k_stride, q, steps, scale, s, s_stride):
     """``s[j, :panel_width] = scale * k[j] @ q[:, :panel_width]`` for ``j < panel_height``.
 
-    `q` is a panel of `pack_queries`, k rows of `pack_keys`; `steps` is the head size, or half of it with `uses_dot`.
+    `q` is a panel of `pack_queries`, k rows of `pack_keys`; `steps` is the head size, or half of it with `packs_pairs`.
     """
 
     def codegen(context, builder, sig, args):
         _, k, k_stride, q, steps, scale, s, s_stride = args
-        lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
+        lanes = Lanes(builder, kind.tag, packs_pairs(kind.tag))
         number, factor = lanes.const(lanes.bytes), lanes.splat(scale)
         sums = _panel_sums(lanes, k, k_stride, number, q, lanes.const(panel_width(kind.tag) * lanes.bytes), steps)
         for j, row_sums in enumerate(sums):
@@ -219,12 +219,12 @@ def score_panel(typingctx, kind, k, k_stride, q, steps, scale, s, s_stride):
 def value_panel(typingctx, kind, p, p_stride, v, steps, alpha, acc, acc_stride):
     """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j, :panel_width]`` for ``i < panel_height``.
 
-    `v` is a panel of `pack_values`, `steps` are keys, or pairs of keys with `uses_dot`; p is as of `pack_weights`.
+    `v` is a panel of `pack_values`, `steps` are keys, or pairs of keys with `packs_pairs`; p is as of `pack_weights`.
     """
 
     def codegen(context, builder, sig, args):
         _, p, p_stride, v, steps, alpha, acc, acc_stride = args
-        lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
+        lanes = Lanes(builder, kind.tag, packs_pairs(kind.tag))
         rows = [lanes.add(acc, lanes.mul(acc_stride, i)) for i in range(panel_height())]
         for row in rows:  # used after the sums
             for place in range(0, panel_width(kind.tag) * lanes.bytes, LINE_BYTES):
