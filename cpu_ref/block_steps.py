@@ -11,10 +11,14 @@ import numpy as np
 from numba.extending import overload
 
 from nbattn.cpu_ref.blocks import list_coming, number_type, query_operand, score_heads, weigh_values
+from nbattn.cpu_ref.compiling import inlined
 from nbattn.cpu_ref.many_rows import (
     PANEL_KEYS,
     SPARE_COLUMNS,
     SPARE_ROWS,
+    Listed,
+    Panels,
+    Seen,
     pack_key_share,
     pack_query_panels,
     panel_constants,
@@ -43,6 +47,7 @@ class ManyRows(NamedTuple):
     queries: np.ndarray  # number [rows * dim]: panels of packed queries
     keys: np.ndarray  # number [PANEL_KEYS, dim]: packed, or rotated
     values: np.ndarray  # number [dim / width, PANEL_KEYS, width]: panels of packed values
+    panels: Panels  # where they lie
 
 
 class Block(NamedTuple):
@@ -96,11 +101,11 @@ def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
 
     def many(tile, kind, q, rotating, max_heads, dim, value_dim):
         number, width = number_type(kind), panel_constants(kind)[1]
-        return ManyRows(
-            np.zeros(q.shape[0] * q.shape[1], number),
-            np.zeros((PANEL_KEYS, q.shape[1] + SPARE_COLUMNS), number),
-            np.zeros(((value_dim + width - 1) // width, PANEL_KEYS, width), number),
-        )
+        queries = np.zeros(q.shape[0] * q.shape[1], number)
+        keys = np.zeros((PANEL_KEYS, q.shape[1] + SPARE_COLUMNS), number)
+        values = np.zeros(((value_dim + width - 1) // width, PANEL_KEYS, width), number)
+        places = address_of(queries), address_of(keys), keys.strides[0], address_of(values), values.strides[0]
+        return ManyRows(queries, keys, values, Panels(*places))
 
     return few if tile.tag == "few" else many
 
@@ -119,21 +124,27 @@ def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits,
         return query_operand(kind, q, bits, rows, dim)
 
     def many(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
-        pack_query_panels(kind, q, rows, dim, address_of(scratch.queries))
-        pack_key_share(kind, scratch.keys, key_rows, k_head, dim, n, 0, 1)
-        return address_of(scratch.queries), 0
+        pack_query_panels(kind, q, rows, dim, scratch.panels.queries)
+        pack_key_share(kind, scratch.panels, Listed(address_of(key_rows), k_head, n), dim, 0, 1)
+        return scratch.panels.queries, 0
 
     def many_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
         if rotating:  # keys are rotated in the arithmetic type
-            pack_queries(number_kind, address_of(q), q.strides[0], rows, dim, address_of(scratch.queries))
+            pack_queries(number_kind, address_of(q), q.strides[0], rows, dim, scratch.panels.queries)
         else:
-            pack_query_panels(kind, q, rows, dim, address_of(scratch.queries))
-            pack_key_share(kind, scratch.keys, key_rows, k_head, dim, n, 0, 1)
-        return address_of(scratch.queries), 0
+            pack_query_panels(kind, q, rows, dim, scratch.panels.queries)
+            pack_key_share(kind, scratch.panels, Listed(address_of(key_rows), k_head, n), dim, 0, 1)
+        return scratch.panels.queries, 0
 
     if tile.tag == "few":
         return few
     return many if rule_tag.tag == "plain" else many_full
+
+
+@inlined
+def seen_of(block):
+    """Return what `score_panels` and `weigh_panels` need of a `Block`."""
+    return Seen(block.whole, block.key, block.n, address_of(block.first), address_of(block.end))
 
 
 def score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
@@ -177,16 +188,22 @@ def _score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, 
 
     def many(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
              values, value_dim):  # fmt: skip
-        score_panels(kind, kind, scratch, rows, block, dim, scale, s, values, value_dim)
+        score_panels(kind, kind, scratch.panels, rows, seen_of(block), dim, scale, address_of(s), s.strides[0],
+                     Listed(address_of(values.rows), 0, block.n), value_dim,
+                     Listed(address_of(keys.coming), block.head_begin * keys.head_stride, block.n))  # fmt: skip
 
     def many_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale,
                   s, values, value_dim):  # fmt: skip
         if rules.cos.shape[0] == 0:
-            score_panels(kind, kind, scratch, rows, block, dim, scale, s, values, value_dim)
+            score_panels(kind, kind, scratch.panels, rows, seen_of(block), dim, scale, address_of(s), s.strides[0],
+                         Listed(address_of(values.rows), 0, block.n), value_dim,
+                         Listed(address_of(keys.coming), block.head_begin * keys.head_stride, block.n))  # fmt: skip
         else:
             rotate_keys(kind, rules, scratch.keys, keys.rows, 1, block.head_begin, keys.head_stride, size, dim,
                         block.position, block.n)  # fmt: skip
-            score_panels(number_kind, kind, scratch, rows, block, dim, scale, s, values, value_dim)
+            score_panels(number_kind, kind, scratch.panels, rows, seen_of(block), dim, scale, address_of(s),
+                         s.strides[0], Listed(address_of(values.rows), 0, block.n), value_dim,
+                         Listed(0, 0, 0))  # fmt: skip
 
     if tile.tag == "few":
         return few if rule_tag.tag == "plain" else few_full
@@ -207,6 +224,10 @@ def _weigh_block(tile, kind, scratch, acc, heads, rows, p, block, values, dim, a
                      address_of(scratch.v_coming), address_of(scratch.idle))  # fmt: skip
 
     def many(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
-        weigh_panels(kind, scratch, acc, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next)
+        coming_keys = Listed(address_of(keys.coming), block.head_begin * keys.head_stride, n_next)
+        coming_values = Listed(address_of(values.coming), block.head_begin * values.head_stride, n_next)
+        weigh_panels(kind, scratch.panels, address_of(acc), acc.strides[0], rows, address_of(p), p.strides[0],
+                     seen_of(block), Listed(address_of(values.rows), 0, block.n), dim, address_of(alpha), select,
+                     coming_keys, key_dim, coming_values)  # fmt: skip
 
     return few if tile.tag == "few" else many

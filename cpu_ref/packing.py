@@ -149,16 +149,20 @@ def all_finite(typingctx, kind, panel, steps):
 
 
 @intrinsic
-def prefetch_row(typingctx, address, size):
-    """Bring `size` bytes from `address` on to L2."""
+def prefetch_rows(typingctx, rows, head, n, size):
+    """Bring `size` bytes from ``rows[j] + head`` on to L2, for ``j < n``."""
 
     def codegen(context, builder, sig, args):
+        rows, head, n, size = args
         lanes = Lanes(builder, "float32")
-        with lanes.loop(0, args[1], LINE_BYTES) as (place, _):
-            lanes.prefetch(lanes.add(args[0], place))
+        with lanes.loop(0, n, 1) as (j, _):
+            row = lanes.add(lanes.load_as(I64, lanes.add(rows, lanes.mul(j, 8)), 8), head)
+            with lanes.loop(0, size, LINE_BYTES) as (place, _):
+                lanes.prefetch(lanes.add(row, place))
+            lanes.prefetch(lanes.add(row, builder.sub(size, lanes.const(1))))  # in a line more if rows are not aligned
         return context.get_dummy_value()
 
-    return types.void(_BYTES, _BYTES), codegen
+    return types.void(*[_BYTES] * 4), codegen
 
 
 def _pack_weights(in_pairs: Callable[[str], bool]):
