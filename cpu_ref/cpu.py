@@ -25,4 +25,5 @@ BFLOAT16_DOT = REGISTER_BYTES == 64 and "+avx512bf16" in features()  # two bfloa
 # rows have less to hide it behind: on Zen 5 a decode step of 8 x 4096 keys took 1.70 times the time of a pure read,
 # with the dot product 2.03 times.
 BFLOAT16_DOT_FEW = BFLOAT16_DOT and _name() != "znver5"
+SCALE_BY_POWER = "+avx512f" in features()  # one instruction multiplies with 2**x, also below the normal numbers
 HALF_CONVERSIONS = "+f16c" in features() or platform.machine() in ("arm64", "aarch64")  # else LLVM would call a library

@@ -17,13 +17,15 @@ from numba.extending import overload
 
 from nbattn.cpu_ref.blocks import padded
 from nbattn.cpu_ref.compiling import part
+from nbattn.cpu_ref.cpu import REGISTER_BYTES
 from nbattn.cpu_ref.lanes import packs_pairs
 from nbattn.cpu_ref.number_formats import address_of, itemsize, load_int64
 from nbattn.cpu_ref.packing import all_finite, pack_keys, pack_panel_weights, pack_queries, pack_values, prefetch_rows
 from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.tiles import panel_height, panel_width, score_panel, value_panel, value_tile_1_select
 
-PANEL_KEYS = 96  # keys of a block; K, V, scores, queries and sums of 192 rows take 370 KB of L2
+# Keys of a block. K, V, scores, queries and sums of 384 rows by 144 keys take 800 KB of L2, of 192 by 96 370 KB.
+PANEL_KEYS = 144 if REGISTER_BYTES == 64 else 96
 SPARE_ROWS, SPARE_COLUMNS = 32, 16  # panels of any CPU may be that much wider than rows and vectors
 
 

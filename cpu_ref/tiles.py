@@ -22,6 +22,7 @@ FOLD_KEYS = 2048  # keys after which the running sums are folded into totals: 32
 KEYS = 16  # keys of a block: 64 of them overflow L2 together with the prefetched next block
 LINE_BYTES = 64
 PANEL_VECTORS = 2  # of a panel: `panel_height` times as many sums, the panel and a broadcast fill the registers
+SCORES_AT_ONCE = 4  # whose maxima are found side by side
 _BYTES = types.int64
 
 
@@ -256,11 +257,21 @@ def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
             place = lanes.mul(row, lanes.bytes)
             column = lanes.add(s, place)
             old = lanes.load(lanes.add(m, place))
-            new = lanes.variable(old)
-            with lanes.loop(0, n, 1) as (j, _):
+            found = [lanes.variable(old) for _ in range(SCORES_AT_ONCE)]  # a single maximum would wait for itself
+
+            def look_at(j, maximum, column=column):
                 score = lanes.load(lanes.add(column, lanes.mul(s_stride, j)))
-                builder.store(lanes.larger(score, lanes.read(new)), new)
-            largest = lanes.read(new)
+                builder.store(lanes.larger(score, lanes.read(maximum)), maximum)
+
+            whole = builder.and_(n, lanes.const(-SCORES_AT_ONCE))
+            with lanes.loop(0, whole, SCORES_AT_ONCE) as (j, _):
+                for i, maximum in enumerate(found):
+                    look_at(lanes.add(j, i), maximum)
+            with lanes.loop(whole, n, 1) as (j, _):
+                look_at(j, found[0])
+            largest = lanes.read(found[0])
+            for maximum in found[1:]:
+                largest = lanes.larger(lanes.read(maximum), largest)
             subtract = lanes.larger(largest, lanes.splat(float(LOWEST)))
             factor = lanes.exp2(builder.fsub(old, subtract))
             total = lanes.variable(lanes.splat(0.0))
