@@ -148,6 +148,23 @@ def all_finite(typingctx, kind, panel, steps):
     return types.boolean(kind, _BYTES, _BYTES), codegen
 
 
+def _prefetch_row(lanes: Lanes, row, size) -> None:
+    with lanes.loop(0, size, LINE_BYTES) as (place, _):
+        lanes.prefetch(lanes.add(row, place))
+    lanes.prefetch(lanes.add(row, lanes.builder.sub(size, lanes.const(1))))  # in a line more if rows are not aligned
+
+
+@intrinsic
+def prefetch_row(typingctx, row, size):
+    """Bring `size` bytes from `row` on to L2."""
+
+    def codegen(context, builder, sig, args):
+        _prefetch_row(Lanes(builder, "float32"), *args)
+        return context.get_dummy_value()
+
+    return types.void(_BYTES, _BYTES), codegen
+
+
 @intrinsic
 def prefetch_rows(typingctx, rows, head, n, size):
     """Bring `size` bytes from ``rows[j] + head`` on to L2, for ``j < n``."""
@@ -156,10 +173,8 @@ def prefetch_rows(typingctx, rows, head, n, size):
         rows, head, n, size = args
         lanes = Lanes(builder, "float32")
         with lanes.loop(0, n, 1) as (j, _):
-            row = lanes.add(lanes.load_as(I64, lanes.add(rows, lanes.mul(j, 8)), 8), head)
-            with lanes.loop(0, size, LINE_BYTES) as (place, _):
-                lanes.prefetch(lanes.add(row, place))
-            lanes.prefetch(lanes.add(row, builder.sub(size, lanes.const(1))))  # in a line more if rows are not aligned
+            entry = lanes.load_as(I64, lanes.add(rows, lanes.mul(j, 8)), 8)
+            _prefetch_row(lanes, lanes.add(entry, head), size)
         return context.get_dummy_value()
 
     return types.void(*[_BYTES] * 4), codegen
