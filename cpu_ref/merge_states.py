@@ -64,8 +64,9 @@ def merge_worker(kind, num_heads, counters, num_tasks, sources, s_code, s_unit, 
     """
     number, size = number_type(kind), bytes_of(kind)
     dim, table = output.dim, address_of(sources)
-    values, part = np.empty(padded(dim), number), np.empty(padded(dim), number)
-    values_place, part_place = address_of(values), address_of(part)
+    values, later_values = np.empty(padded(dim), number), np.empty(padded(dim), number)
+    values_place, later_place = address_of(values), address_of(later_values)
+    sinks = output.sinks
     by_slot = indptr.shape[0] > 0
     num_rows = rows.shape[0]
     while True:
@@ -78,8 +79,8 @@ def merge_worker(kind, num_heads, counters, num_tasks, sources, s_code, s_unit, 
             count = np.int64(indptr[i + 1] - indptr[i]) if by_slot else sources.shape[0]
             for head in range(num_heads):
                 top = -math.inf
-                if output.sinks.shape[0] > 0:
-                    top = np.float64(output.sinks[head])
+                if sinks.shape[0] > 0:
+                    top = np.float64(sinks[head])
                 sink = top
                 for x in range(count):
                     source = 0 if by_slot else x
@@ -88,7 +89,8 @@ def merge_worker(kind, num_heads, counters, num_tasks, sources, s_code, s_unit, 
                     top = max(top, s)
                 top = max(top, np.float64(shift(number(top))))
                 total = np.float64(exp2(number(sink - top)))
-                values[:] = 0
+                for d in range(dim):
+                    values[d] = 0
                 for x in range(count):
                     source = 0 if by_slot else x
                     state = np.int64(slots[indptr[i] + x]) if by_slot else row
@@ -96,17 +98,17 @@ def merge_worker(kind, num_heads, counters, num_tasks, sources, s_code, s_unit, 
                     weight = exp2(number(s - top))
                     later = x >= STATES_PER_SUM
                     if later and x % STATES_PER_SUM == 0:
-                        part[:] = 0
+                        later_values[:] = 0
                     if weight != 0:  # an empty state's values may hold anything
                         total += np.float64(weight)
-                        target = part_place if later else values_place
+                        target = later_place if later else values_place
                         place = place_of(table, source, V_ADDRESS, state, head)
                         if not by_slot:
                             prefetch_row(place_of(table, source, V_ADDRESS, state + ahead, head), dim * size)
                         add_weighted_row(kind, target, weight, place, dim)
                     if later and (x % STATES_PER_SUM == STATES_PER_SUM - 1 or x == count - 1):
                         for d in range(dim):
-                            values[d] += part[d]
+                            values[d] += later_values[d]
                 lse = -math.inf
                 if total != 0:
                     lse = top + math.log2(total)
