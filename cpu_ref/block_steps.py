@@ -11,11 +11,16 @@ import numpy as np
 from numba.extending import overload
 
 from nbattn.cpu_ref.blocks import number_type, query_operand, score_heads, weigh_values
+from nbattn.cpu_ref.compiling import inlined
 from nbattn.cpu_ref.many_rows import (
     PANEL_KEYS,
     SPARE_COLUMNS,
     SPARE_ROWS,
+    Listed,
+    Panels,
+    Seen,
     pack_key_share,
+    pack_query_panels,
     panel_constants,
     score_panels,
     weigh_panels,
@@ -38,9 +43,10 @@ class FewRows(NamedTuple):
 class ManyRows(NamedTuple):
     """Scratch of a task of many rows."""
 
-    queries: np.ndarray  # number [rows * dim]: panels of packed queries
+    queries: np.ndarray  # number [rows, dim]: panels of packed queries
     keys: np.ndarray  # number [PANEL_KEYS, dim]: packed, or rotated
-    values: np.ndarray  # number [dim / width, PANEL_KEYS, width]: panels of packed values
+    values: np.ndarray  # number [dim / width * PANEL_KEYS, width]: panels of packed values
+    panels: Panels  # where they lie
 
 
 class Block(NamedTuple):
@@ -93,48 +99,51 @@ def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
 
     def many(tile, kind, q, rotating, max_heads, dim, value_dim):
         number, width = number_type(kind), panel_constants(kind)[1]
-        return ManyRows(
-            np.zeros(q.shape[0] * q.shape[1], number),
-            np.zeros((PANEL_KEYS, q.shape[1] + SPARE_COLUMNS), number),
-            np.zeros(((value_dim + width - 1) // width, PANEL_KEYS, width), number),
-        )
+        queries = zeros(number, q.shape[0], q.shape[1])
+        keys = zeros(number, PANEL_KEYS, q.shape[1] + SPARE_COLUMNS)
+        values = zeros(number, (value_dim + width - 1) // width * PANEL_KEYS, width)
+        panel_bytes = PANEL_KEYS * values.strides[0]
+        places = address_of(queries), address_of(keys), keys.strides[0], address_of(values), panel_bytes
+        return ManyRows(queries, keys, values, Panels(*places))
 
     return few if tile.tag == "few" else many
 
 
-def prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
+def prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
     """Bring the first `rows` of `q` and the first block's `n` keys into the form that scores are computed from.
 
-    Returns address and stride of the rows.
+    Returns address and stride of the rows; of many rows the address of their panels.
     """
     raise NotImplementedError("compiled code only")
 
 
 @overload(prepare_rows)
-def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
-    def few(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
+def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
+    def few(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
         return query_operand(kind, q, bits, rows, dim)
 
-    def many(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
-        operand = query_operand(kind, q, bits, rows, dim)
-        step = panel_constants(kind)[4]
-        pack_queries(kind, operand[0], operand[1], rows, (dim + step - 1) // step, address_of(scratch.queries))
-        pack_key_share(kind, scratch.keys, key_rows, k_head, dim, n, 0, 1)
-        return operand
+    def many(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
+        pack_query_panels(kind, q, rows, dim, scratch.panels.queries)
+        pack_key_share(kind, scratch.panels, Listed(address_of(key_rows), n), dim, 0, 1)
+        return scratch.panels.queries, 0
 
-    def many_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, k_head, n):
-        operand = query_operand(kind, q, bits, rows, dim)
-        step = panel_constants(kind)[4]
+    def many_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
         if rotating:  # keys are rotated in the arithmetic type
-            pack_queries(number_kind, address_of(q), q.strides[0], rows, dim, address_of(scratch.queries))
+            pack_queries(number_kind, address_of(q), q.strides[0], rows, dim, scratch.panels.queries)
         else:
-            pack_queries(kind, operand[0], operand[1], rows, (dim + step - 1) // step, address_of(scratch.queries))
-            pack_key_share(kind, scratch.keys, key_rows, k_head, dim, n, 0, 1)
-        return operand
+            pack_query_panels(kind, q, rows, dim, scratch.panels.queries)
+            pack_key_share(kind, scratch.panels, Listed(address_of(key_rows), n), dim, 0, 1)
+        return scratch.panels.queries, 0
 
     if tile.tag == "few":
         return few
     return many if rule_tag.tag == "plain" else many_full
+
+
+@inlined
+def seen_of(block):
+    """Return what `score_panels` and `weigh_panels` need of a `Block`."""
+    return Seen(block.whole, block.key, block.n, address_of(block.first), address_of(block.end))
 
 
 def score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
@@ -178,16 +187,22 @@ def _score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, 
 
     def many(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
              values, value_dim):  # fmt: skip
-        score_panels(kind, kind, scratch, rows, block, dim, scale, s, values, value_dim)
+        score_panels(kind, kind, scratch.panels, rows, seen_of(block), dim, scale, address_of(s), s.strides[0],
+                     Listed(address_of(values.rows), block.n), value_dim,
+                     Listed(address_of(keys.coming), block.n))  # fmt: skip
 
     def many_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale,
                   s, values, value_dim):  # fmt: skip
         if rules.cos.shape[0] == 0:
-            score_panels(kind, kind, scratch, rows, block, dim, scale, s, values, value_dim)
+            score_panels(kind, kind, scratch.panels, rows, seen_of(block), dim, scale, address_of(s), s.strides[0],
+                         Listed(address_of(values.rows), block.n), value_dim,
+                         Listed(address_of(keys.coming), block.n))  # fmt: skip
         else:
             rotate_keys(kind, rules, scratch.keys, keys.rows, 1, block.head_begin, keys.head_stride, size, dim,
                         block.position, block.n)  # fmt: skip
-            score_panels(number_kind, kind, scratch, rows, block, dim, scale, s, values, value_dim)
+            score_panels(number_kind, kind, scratch.panels, rows, seen_of(block), dim, scale, address_of(s),
+                         s.strides[0], Listed(address_of(values.rows), block.n), value_dim,
+                         Listed(0, 0))  # fmt: skip
 
     if tile.tag == "few":
         return few if rule_tag.tag == "plain" else few_full
@@ -207,6 +222,10 @@ def _weigh_block(tile, kind, scratch, acc, heads, rows, p, block, values, dim, a
                      np.int64(select), address_of(values.coming), address_of(scratch.idle))  # fmt: skip
 
     def many(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
-        weigh_panels(kind, scratch, acc, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next)
+        coming_keys = Listed(address_of(keys.coming), n_next)
+        coming_values = Listed(address_of(values.coming), n_next)
+        weigh_panels(kind, scratch.panels, address_of(acc), acc.strides[0], rows, address_of(p), p.strides[0],
+                     seen_of(block), Listed(address_of(values.rows), block.n), dim, address_of(alpha), select,
+                     coming_keys, key_dim, coming_values)  # fmt: skip
 
     return few if tile.tag == "few" else many

@@ -9,7 +9,7 @@ from __future__ import annotations
 import llvmlite.ir as ir
 from numba.core import cgutils
 
-from nbattn.cpu_ref.cpu import AHEAD_TO_L1, BFLOAT16_DOT, REGISTER_BYTES
+from nbattn.cpu_ref.cpu import AHEAD_TO_L1, BFLOAT16_DOT, BFLOAT16_DOT_FEW, REGISTER_BYTES, SCALE_BY_POWER
 from nbattn.cpu_ref.number_formats import DOUBLE, ELEMENT, FLOAT, I1, I16, I32, I64, widen
 from nbattn.cpu_ref.primitives import EXP2_FLOAT32, EXP2_FLOAT64
 
@@ -32,7 +32,12 @@ class _BFloat(ir.Type):
 
 
 def uses_dot(kind: str) -> bool:
-    """Return whether products with a cache of this kind are taken in pairs of bfloat16, without widening it."""
+    """Return whether few rows' products with a cache of this kind are taken in pairs of bfloat16, not widened."""
+    return kind == "bfloat16" and BFLOAT16_DOT_FEW
+
+
+def packs_pairs(kind: str) -> bool:
+    """Return whether the same holds for many rows, in panels."""
     return kind == "bfloat16" and BFLOAT16_DOT
 
 
@@ -184,15 +189,27 @@ class Lanes:
         single = self.number is FLOAT
         low, bias, shift = (-126.0, 127, 23) if single else (-1022.0, 1023, 52)
         coefficients = EXP2_FLOAT32 if single else EXP2_FLOAT64
-        whole = b.call(self._math("roundeven", 1), [self.larger(x, self.splat(low))])
+        if SCALE_BY_POWER:
+            x = b.select(b.fcmp_ordered(">", self.splat(2 * low), x), self.splat(2 * low), x)
+        whole = b.call(self._math("roundeven", 1), [x if SCALE_BY_POWER else self.larger(x, self.splat(low))])
         fraction = b.fsub(x, whole)
         value = self.splat(coefficients[-1])
         for c in reversed(coefficients[:-1]):
             value = self.fma(value, fraction, self.splat(c))
+        if SCALE_BY_POWER:
+            return self._scaled(value, whole)
         integers = ir.VectorType(self.integer, self.count)
         exponent = b.add(b.fptosi(whole, integers), ir.Constant(integers, [bias] * self.count))
         power = b.bitcast(b.shl(exponent, ir.Constant(integers, [shift] * self.count)), self.vector)
         return b.select(b.fcmp_ordered("<", x, self.splat(low)), self.splat(0.0), b.fmul(value, power))
+
+    def _scaled(self, value, exponent):
+        """Return ``value * 2**exponent`` with AVX-512."""
+        letter, mask = ("s", ir.IntType(self.count)) if self.number is FLOAT else ("d", ir.IntType(self.count))
+        name = f"llvm.x86.avx512.mask.scalef.p{letter}.512"
+        function = self._declare(name, self.vector, [self.vector, self.vector, self.vector, mask, I32])
+        every, usual = ir.Constant(mask, -1), ir.Constant(I32, 4)  # all lanes; rounding as the environment has it
+        return self.builder.call(function, [value, exponent, value, every, usual])
 
     def sum_each(self, vectors: list) -> ir.Value:
         """Return one vector whose lane i is the sum over the lanes of ``vectors[i]``, by pairwise transposition.

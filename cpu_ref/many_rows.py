@@ -2,22 +2,58 @@
 
 Rows lie in panels as wide as two vectors. Keys that no row of a panel sees are not multiplied. The values of a block
 are packed share by share between the panels of its scores, the keys of the next block between those of its values:
-memory is read while numbers are multiplied, and little of it waits in L2, where rows of one head share few sets.
+memory is read while numbers are multiplied, and little of it waits in L2, where rows of one head share few sets. The
+share after the one that is packed is prefetched row by row between the products, the first one of K or V between the
+last products of the other.
+
+Arrays come as addresses: an array of a tuple is counted, atomically, by every function that the tuple is given to.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from numba.extending import overload
 
 from nbattn.cpu_ref.blocks import padded
 from nbattn.cpu_ref.compiling import part
-from nbattn.cpu_ref.lanes import uses_dot
-from nbattn.cpu_ref.number_formats import address_of, itemsize
-from nbattn.cpu_ref.packing import all_finite, pack_keys, pack_values, pack_weights, prefetch_row
+from nbattn.cpu_ref.cpu import REGISTER_BYTES
+from nbattn.cpu_ref.lanes import packs_pairs
+from nbattn.cpu_ref.number_formats import address_of, itemsize, load_int64
+from nbattn.cpu_ref.packing import all_finite, pack_keys, pack_panel_weights, pack_queries, pack_values, prefetch_rows
+from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.tiles import panel_height, panel_width, score_panel, value_panel, value_tile_1_select
 
-PANEL_KEYS = 96  # keys of a block; K, V, scores, queries and sums of 192 rows take 370 KB of L2
+# Keys of a block. K, V, scores, queries and sums of 384 rows by 144 keys take 800 KB of L2, of 192 by 96 370 KB.
+PANEL_KEYS = 144 if REGISTER_BYTES == 64 else 96
 SPARE_ROWS, SPARE_COLUMNS = 32, 16  # panels of any CPU may be that much wider than rows and vectors
+
+
+class Panels(NamedTuple):
+    """Where a task's packed numbers lie: addresses, and bytes from one key or panel to the next."""
+
+    queries: int
+    keys: int
+    key_bytes: int
+    values: int
+    panel_bytes: int
+
+
+class Seen(NamedTuple):
+    """Which keys of a block the rows see."""
+
+    whole: bool  # all rows see all keys
+    key: int  # the block's first
+    n: int
+    first: int  # addresses of int64 [rows]
+    end: int
+
+
+class Listed(NamedTuple):
+    """Where the addresses of cached rows are listed: K or V, of this block or of the next."""
+
+    rows: int  # address of int64 [PANEL_KEYS]; entries behind the last repeat it
+    n: int
 
 
 def panel_constants(kind):
@@ -28,19 +64,40 @@ def panel_constants(kind):
 @overload(panel_constants, inline="always")
 def _panel_constants(kind):
     number = 8 if kind.tag == "float64" else 4
-    constants = (panel_height(), panel_width(kind.tag), number, itemsize(kind.tag), 2 if uses_dot(kind.tag) else 1)
+    constants = (panel_height(), panel_width(kind.tag), number, itemsize(kind.tag), 2 if packs_pairs(kind.tag) else 1)
     return lambda kind: constants
 
 
+def pack_query_panels(kind, q, rows, dim, panels):
+    """Pack the first `rows` of `q` for a cache kind; with pairs they are rounded to bfloat16, in place."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(pack_query_panels)
+def _pack_query_panels(kind, q, rows, dim, panels):
+    def rounded(kind, q, rows, dim, panels):
+        place = address_of(q)
+        for row in range(rows):
+            here = place + row * q.strides[0]
+            narrow_bfloat16(here, here, padded(dim))
+        pack_queries(kind, place, q.strides[0], rows, (dim + 1) // 2, panels)
+
+    def as_it_is(kind, q, rows, dim, panels):
+        pack_queries(kind, address_of(q), q.strides[0], rows, dim, panels)
+
+    return rounded if packs_pairs(kind.tag) else as_it_is
+
+
 @part
-def keys_seen(block, row, stop):
+def keys_seen(seen, row, stop):
     """Return the part of a block's keys, from its first on, that the rows ``row .. stop`` see."""
-    if block.whole:
-        return 0, block.n
-    low, high = block.n, 0
+    if seen.whole:
+        return 0, seen.n
+    low, high = seen.n, 0
     for i in range(row, stop):
-        low, high = min(low, block.first[i] - block.key), max(high, block.end[i] - block.key)
-    return max(low, 0), min(high, block.n)
+        low = min(low, load_int64(seen.first + 8 * i) - seen.key)
+        high = max(high, load_int64(seen.end + 8 * i) - seen.key)
+    return max(low, 0), min(high, seen.n)
 
 
 @part
@@ -50,80 +107,94 @@ def share(n, i, parts):
 
 
 @part
-def prefetch_share(rows, head, size, n, i, parts):
-    """Bring a share of the rows of `size` bytes at ``rows[j] + head`` to L2."""
-    begin, end = share(n, i, parts)
-    for j in range(begin, end):
-        prefetch_row(rows[j] + head, size)
+def pack_key_share(kind, panels, keys, dim, i, parts):
+    """Pack a share of the listed K rows."""
+    begin, end = share(keys.n, i, parts)
+    pack_keys(kind, keys.rows + 8 * begin, end - begin, dim, panels.keys + begin * panels.key_bytes,
+              panels.key_bytes)  # fmt: skip
 
 
 @part
-def pack_key_share(kind, keys, rows, head, dim, n, i, parts):
-    """Pack a share of K, and prefetch the one after it."""
-    begin, end = share(n, i, parts)
-    pack_keys(kind, address_of(rows) + 8 * begin, head, end - begin, dim, address_of(keys[begin]), keys.strides[0])
-    if i + 1 < parts:
-        prefetch_share(rows, head, dim * panel_constants(kind)[3], n, i + 1, parts)
+def pack_value_share(kind, panels, values, dim, i, parts):
+    """Pack a share of the listed V rows."""
+    _, width, number, _, step = panel_constants(kind)
+    begin, end = share(values.n, i, parts)
+    pack_values(kind, values.rows + 8 * begin, end - begin, dim, panels.values + begin // step * width * number,
+                panels.panel_bytes)  # fmt: skip
 
 
 @part
-def pack_value_share(kind, values, rows, dim, n, i, parts):
-    """Pack a share of V, and prefetch the one after it."""
-    _, width, number, size, step = panel_constants(kind)
-    begin, end = share(n, i, parts)
-    pack_values(kind, address_of(rows) + 8 * begin, end - begin, dim,
-                address_of(values) + begin // step * width * number, values.strides[0])  # fmt: skip
-    if i + 1 < parts:
-        prefetch_share(rows, 0, dim * size, n, i + 1, parts)
+def prefetch_part(rows, size, i, parts, done, todo):
+    """Bring what comes between `done` and the next of `todo` equal steps through share `i` of the listed rows to L2."""
+    begin, end = share(rows.n, i, parts)
+    first, last = begin + (end - begin) * done // todo, begin + (end - begin) * (done + 1) // todo
+    prefetch_rows(rows.rows + 8 * first, last - first, size)
 
 
 @part
-def score_panels(score_kind, kind, scratch, rows, block, dim, scale, s, values, value_dim):
+def score_panels(score_kind, kind, panels, rows, seen, dim, scale, s, s_stride, values, value_dim, keys):
     """Fill ``s[j, row]`` with ``scale * q[row] @ k[j]`` for the packed keys, as far as rows see them; pack the values.
 
-    `score_kind` is the kind of the packed queries and keys.
+    Parameters
+    ----------
+    score_kind : Tag
+        The kind of the packed queries and keys.
+    values, keys : Listed
+        V of this block, K of the next.
     """
     height, width, number, _, step = panel_constants(score_kind)
-    keys, steps, parts = scratch.keys, (dim + step - 1) // step, (rows + width - 1) // width
+    size = panel_constants(kind)[3]
+    steps, parts = (dim + step - 1) // step, (rows + width - 1) // width
     for i in range(parts):
-        pack_value_share(kind, scratch.values, values.rows, value_dim, block.n, i, parts)
+        pack_value_share(kind, panels, values, value_dim, i, parts)
         row = i * width
-        low, high = keys_seen(block, row, min(row + width, rows))
-        panel, column = address_of(scratch.queries) + row * steps * number, address_of(s) + row * number
+        low, high = keys_seen(seen, row, min(row + width, rows))
+        queries, column = panels.queries + row * steps * number, s + row * number
         for j in range(low // height * height, high, height):
-            score_panel(score_kind, address_of(keys) + j * keys.strides[0], keys.strides[0], panel, steps, scale,
-                        column + j * s.strides[0], s.strides[0])  # fmt: skip
+            if i + 1 < parts:
+                prefetch_part(values, value_dim * size, i + 1, parts, j // height, PANEL_KEYS // height)
+            else:
+                prefetch_part(keys, dim * size, 0, (rows + height - 1) // height, j // height, PANEL_KEYS // height)
+            score_panel(score_kind, panels.keys + j * panels.key_bytes, panels.key_bytes, queries, steps, scale,
+                        column + j * s_stride, s_stride)  # fmt: skip
 
 
 @part
-def weigh_panels(kind, scratch, acc, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
-    """Scale the accumulators of all rows by `alpha` and add the weighted values; pack `n_next` keys of the next block.
+def weigh_panels(kind, panels, acc, acc_stride, rows, p, p_stride, seen, values, dim, alpha, select, keys, key_dim,
+                 coming):  # fmt: skip
+    """Scale the accumulators of all rows by `alpha` and add the weighted values; pack the keys of the next block.
 
     With `select` a weight of 0 marks a dropped key. It may be multiplied with a finite value, for that is nothing;
     where there are others, values are selected.
+
+    Parameters
+    ----------
+    values, keys, coming : Listed
+        V of this block; K and V of the next.
     """
-    height, width, number, _, step = panel_constants(kind)
-    n, parts = block.n, (rows + height - 1) // height
+    height, width, number, size, step = panel_constants(kind)
+    n, parts, at_once = seen.n, (rows + height - 1) // height, (dim + width - 1) // width
     finite = True
     if select:
-        for i in range((dim + width - 1) // width):
-            finite &= all_finite(kind, address_of(scratch.values[i]), (n + step - 1) // step)
+        for i in range(at_once):
+            finite &= all_finite(kind, panels.values + i * panels.panel_bytes, (n + step - 1) // step)
     if finite:
-        pack_weights(kind, address_of(p), p.strides[0], n, padded(rows))
+        pack_panel_weights(kind, p, p_stride, n, padded(rows))
     for i in range(parts):
-        if n_next > 0:
-            pack_key_share(kind, scratch.keys, keys.coming, 0, key_dim, n_next, i, parts)
+        pack_key_share(kind, panels, keys, key_dim, i, parts)
         row, stop = i * height, min(i * height + height, rows)
         if not finite:
             for dirty in range(row, stop):
-                value_tile_1_select(kind, address_of(acc[dirty]), acc.strides[0], address_of(p) + dirty * number,
-                                    p.strides[0], address_of(values.rows), 0, 0, n, dim,
-                                    address_of(alpha) + dirty * number, address_of(values.rows), 0)  # fmt: skip
+                value_tile_1_select(kind, acc + dirty * acc_stride, acc_stride, p + dirty * number, p_stride,
+                                    values.rows, 0, 0, n, dim, alpha + dirty * number, values.rows, 0)  # fmt: skip
             continue
-        low, high = keys_seen(block, row, stop)
+        low, high = keys_seen(seen, row, stop)
         low, steps = low // step, max(0, (high + step - 1) // step - low // step)
-        weights, factors = address_of(p) + low * p.strides[0] + row * number, address_of(alpha) + row * number
-        for d in range(0, dim, width):
-            panel = address_of(scratch.values[d // width]) + low * width * number
-            value_panel(kind, weights, p.strides[0], panel, steps, factors, address_of(acc[row]) + d * number,
-                        acc.strides[0])  # fmt: skip
+        for d in range(at_once):
+            if i + 1 < parts:
+                prefetch_part(keys, key_dim * size, i + 1, parts, d, at_once)
+            else:
+                prefetch_part(coming, dim * size, 0, (rows + width - 1) // width, d, at_once)
+            panel = panels.values + d * panels.panel_bytes + low * width * number
+            value_panel(kind, p + low * p_stride + row * number, p_stride, panel, steps, alpha + row * number,
+                        acc + row * acc_stride + d * width * number, acc_stride)  # fmt: skip

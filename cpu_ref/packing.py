@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from nbattn.cpu_ref.lanes import Lanes, uses_dot
+from nbattn.cpu_ref.lanes import Lanes, packs_pairs, uses_dot
 from nbattn.cpu_ref.number_formats import I32, I64, itemsize
 from nbattn.cpu_ref.tiles import LINE_BYTES, PANEL_VECTORS, panel_width
 
@@ -17,7 +19,7 @@ _BYTES = types.int64
 def pack_queries(typingctx, kind, q, q_stride, rows, steps, panels):
     """``panels[row // width, k, row % width] = q[row, k]``: query rows side by side, `panel_width` in a panel.
 
-    An element is a number, or a pair of bfloat16 for a kind that `uses_dot`; each row has `steps` of them.
+    An element is a number, or a pair of bfloat16 for a kind that `packs_pairs`; each row has `steps` of them.
     """
 
     def codegen(context, builder, sig, args):
@@ -38,20 +40,20 @@ def pack_queries(typingctx, kind, q, q_stride, rows, steps, panels):
 
 
 @intrinsic
-def pack_keys(typingctx, kind, rows, head, n, dim, block, stride):
-    """``block[j, :dim] = k[j]`` for ``j < n``, widened, or as it is for a kind that `uses_dot`; 0 up to whole vectors.
+def pack_keys(typingctx, kind, rows, n, dim, block, stride):
+    """``block[j, :dim] = k[j]`` for ``j < n``, widened, or as it is if the kind `packs_pairs`; 0 up to whole vectors.
 
-    Row j of K starts at ``rows[j] + head``.
+    Row j of K starts at ``rows[j]``.
     """
 
     def codegen(context, builder, sig, args):
-        _, rows, head, n, dim, block, stride = args
-        lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
+        _, rows, n, dim, block, stride = args
+        lanes = Lanes(builder, kind.tag, packs_pairs(kind.tag))
         load, load_up_to = lanes.load_cache, lanes.load_cache_up_to
         if lanes.dot:
             load, load_up_to = lanes.load_words, lanes.load_words_up_to
         with lanes.loop(0, n, 1) as (j, _):
-            source = lanes.add(lanes.load_as(I64, lanes.add(rows, lanes.mul(j, 8)), 8), head)
+            source = lanes.load_as(I64, lanes.add(rows, lanes.mul(j, 8)), 8)
             target = lanes.add(block, lanes.mul(stride, j))
 
             def copy(d, load_here, source=source, target=target):
@@ -66,20 +68,20 @@ def pack_keys(typingctx, kind, rows, head, n, dim, block, stride):
                 copy(d, lambda address: load_up_to(address, left))
         return context.get_dummy_value()
 
-    return types.void(kind, *[_BYTES] * 6), codegen
+    return types.void(kind, *[_BYTES] * 5), codegen
 
 
 @intrinsic
 def pack_values(typingctx, kind, rows, n, dim, panels, panel_bytes):
     """``panels[d // width, j, d % width] = v[j, d]`` for ``j < n``, widened: `panel_width` elements in a panel.
 
-    Row j of V starts at ``rows[j]``, elements behind `dim` are 0. For a kind that `uses_dot` an element is the pair of
-    two keys' numbers, ``panels[.., j // 2, ..]``, an odd last key paired with 0.
+    Row j of V starts at ``rows[j]``, elements behind `dim` are 0. For a kind that `packs_pairs` an element is the
+    pair of two keys' numbers, ``panels[.., j // 2, ..]``, an odd last key paired with 0.
     """
 
     def codegen(context, builder, sig, args):
         _, rows, n, dim, panels, panel_bytes = args
-        lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
+        lanes = Lanes(builder, kind.tag, packs_pairs(kind.tag))
         size, width = itemsize(kind.tag), panel_width(kind.tag)
         places = range(0, width, lanes.count)
 
@@ -125,7 +127,7 @@ def all_finite(typingctx, kind, panel, steps):
 
     def codegen(context, builder, sig, args):
         _, panel, steps = args
-        lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
+        lanes = Lanes(builder, kind.tag, packs_pairs(kind.tag))
 
         def wrong(address):
             if lanes.dot:
@@ -146,30 +148,46 @@ def all_finite(typingctx, kind, panel, steps):
     return types.boolean(kind, _BYTES, _BYTES), codegen
 
 
+def _prefetch_row(lanes: Lanes, row, size) -> None:
+    with lanes.loop(0, size, LINE_BYTES) as (place, _):
+        lanes.prefetch(lanes.add(row, place))
+    lanes.prefetch(lanes.add(row, lanes.builder.sub(size, lanes.const(1))))  # in a line more if rows are not aligned
+
+
 @intrinsic
-def prefetch_row(typingctx, address, size):
-    """Bring `size` bytes from `address` on to L2."""
+def prefetch_row(typingctx, row, size):
+    """Bring `size` bytes from `row` on to L2."""
 
     def codegen(context, builder, sig, args):
-        lanes = Lanes(builder, "float32")
-        with lanes.loop(0, args[1], LINE_BYTES) as (place, _):
-            lanes.prefetch(lanes.add(args[0], place))
+        _prefetch_row(Lanes(builder, "float32"), *args)
         return context.get_dummy_value()
 
     return types.void(_BYTES, _BYTES), codegen
 
 
 @intrinsic
-def pack_weights(typingctx, kind, p, p_stride, n, rows):
-    """For a kind that `uses_dot`, round the weights to bfloat16 and put those of two keys side by side.
-
-    ``p[j // 2, row]`` becomes the pair ``p[j, row], p[j + 1, row]``, the lower half first; an odd last key is paired
-    with 0. For other kinds nothing is done.
-    """
+def prefetch_rows(typingctx, rows, n, size):
+    """Bring `size` bytes from ``rows[j]`` on to L2, for ``j < n``."""
 
     def codegen(context, builder, sig, args):
-        _, p, p_stride, n, rows = args
-        if uses_dot(kind.tag):
+        rows, n, size = args
+        lanes = Lanes(builder, "float32")
+        with lanes.loop(0, n, 1) as (j, _):
+            entry = lanes.load_as(I64, lanes.add(rows, lanes.mul(j, 8)), 8)
+            _prefetch_row(lanes, entry, size)
+        return context.get_dummy_value()
+
+    return types.void(*[_BYTES] * 3), codegen
+
+
+def _pack_weights(in_pairs: Callable[[str], bool]):
+    """Build what packs the weights for tiles that multiply pairs of keys if `in_pairs` holds for the kind."""
+
+    def codegen_for(kind):
+        def codegen(context, builder, sig, args):
+            _, p, p_stride, n, rows = args
+            if not in_pairs(kind):
+                return context.get_dummy_value()
             lanes = Lanes(builder, "float32")
             words = ir.VectorType(I32, lanes.count)
 
@@ -190,6 +208,19 @@ def pack_weights(typingctx, kind, p, p_stride, n, rows):
                 second = builder.select(there, second, ir.Constant(words, None))
                 pair = builder.bitcast(builder.or_(first, second), lanes.vector)
                 lanes.store(pair, lanes.add(column, lanes.mul(p_stride, builder.lshr(j, lanes.const(1)))))
-        return context.get_dummy_value()
+            return context.get_dummy_value()
 
-    return types.void(kind, *[_BYTES] * 4), codegen
+        return codegen
+
+    def pack_weights(typingctx, kind, p, p_stride, n, rows):
+        """Round the weights to bfloat16 and put those of two keys side by side; nothing for kinds without pairs.
+
+        ``p[j // 2, row]`` becomes the pair ``p[j, row], p[j + 1, row]``, the lower half first; an odd last key is
+        paired with 0.
+        """
+        return types.void(kind, *[_BYTES] * 4), codegen_for(kind.tag)
+
+    return intrinsic(pack_weights)
+
+
+pack_weights, pack_panel_weights = _pack_weights(uses_dot), _pack_weights(packs_pairs)

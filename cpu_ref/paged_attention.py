@@ -79,13 +79,14 @@ def find_rows(key_rows, value_rows, dropped, level, head, page_begin, key, n):
 
 
 @part
-def drop_outside(s, n, first_key, first, end, rows):
-    """Set the scores of keys outside each row's interval to -inf."""
-    for row in range(rows):
-        if first[row] > first_key or end[row] < first_key + n:
-            for j in range(n):
-                if first_key + j < first[row] or first_key + j >= end[row]:
-                    s[j, row] = -math.inf
+def drop_outside(s, n, first_key, first, end, rows, last_first, first_end):
+    """Set the scores of keys outside each row's interval to -inf; all rows see ``last_first .. first_end``."""
+    for j in range(n):
+        if last_first <= first_key + j < first_end:
+            continue
+        for row in range(rows):
+            if first_key + j < first[row] or first_key + j >= end[row]:
+                s[j, row] = -math.inf
 
 
 @kernel
@@ -169,7 +170,7 @@ def paged_worker(
         if n > 0:
             find_rows(key_rows[0], value_rows[0], dropped[0], level, head_begin, page_begin, key, n)
         operand = prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, heads * rows, queries.dim,
-                               key_rows[0], 0, n)  # fmt: skip
+                               key_rows[0], n)  # fmt: skip
         while n > 0:
             n_next = min(keys, key_end - key - n)
             if n_next > 0:
@@ -185,7 +186,7 @@ def paged_worker(
             select = apply_rules(rule_tag, kind, rules, s, n, heads * rows, key, key_base, key_position, dropped[now],
                                  qo_head, q_row, position)  # fmt: skip
             if not whole:
-                drop_outside(s, n, key, first, end, heads * rows)
+                drop_outside(s, n, key, first, end, heads * rows, last_first, first_end)
                 select = True
             softmax_block(kind, address_of(s), s.strides[0], n, padded(heads * rows), address_of(m), address_of(d_sum),
                           address_of(alpha))  # fmt: skip

@@ -135,14 +135,15 @@ def load_queries(queries, row_begin, row_end, head_begin, heads, packed_rows):
 def store_rows(output, states, state, row_begin, row_end, head_begin, heads, acc, m, d_sum):
     """Write rows to the output if nothing else contributes to them (``state < 0``), else to their partial states."""
     packed = 0
+    sinks, state_values, state_sums = output.sinks, states.v, states.s  # once: a tuple's array is counted at every use
     for head in range(head_begin, head_begin + heads):
         for row in range(row_begin, row_end):
             for member in range(output.group_size):
                 qo_head = head * output.group_size + member
                 values = acc[packed, : output.dim]
                 sink = m.dtype.type(-math.inf)
-                if state < 0 and output.sinks.shape[0] > 0:
-                    sink = output.sinks[qo_head]
+                if state < 0 and sinks.shape[0] > 0:
+                    sink = sinks[qo_head]
                 factor, lse = close_row(m[packed], d_sum[packed], sink)
                 for d in range(output.dim):
                     values[d] *= factor
@@ -151,6 +152,6 @@ def store_rows(output, states, state, row_begin, row_end, head_begin, heads, acc
                 else:
                     slot = state + row - row_begin
                     for d in range(output.dim):
-                        states.v[slot, qo_head, d] = values[d]
-                    states.s[slot, qo_head] = lse
+                        state_values[slot, qo_head, d] = values[d]
+                    state_sums[slot, qo_head] = lse
                 packed += 1

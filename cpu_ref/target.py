@@ -10,6 +10,7 @@ import numpy as np
 from nbattn.arrays import dtype_name, name_of
 from nbattn.cpu_ref import workers
 from nbattn.cpu_ref.addresses import address_of
+from nbattn.cpu_ref.cpu import REGISTER_BYTES
 from nbattn.cpu_ref.gather_attention import gather_worker
 from nbattn.cpu_ref.merge_states import ROWS_PER_TASK, SOURCE_COLUMNS, merge_worker
 from nbattn.cpu_ref.number_formats import DTYPE_CODE
@@ -27,7 +28,8 @@ from nbattn.threads import get_num_threads
 from nbattn.work_list import KEY_BEGIN, KEY_END, ROW_BEGIN, ROW_END, SHARES_PER_THREAD, WorkList, build_gather_work
 
 FEW_ROWS = 16  # packed rows of a KV head up to which a task takes all heads, so that tokens are read in order
-MANY_ROWS = 192  # packed rows of a task with one head: its accumulators and queries stay in L2
+# Packed rows of a task with one head: its accumulators and queries stay in L2, of 1 MB wherever there is AVX-512.
+MANY_ROWS = 384 if REGISTER_BYTES == 64 else 192
 SERIAL_NANOSECONDS = 60_000  # work below it is done before a second thread has started
 _LSE = Output._fields.index("lse_address")
 READ_RATE, DOT_RATE = 16.0, 50.0  # bytes and multiply-adds per nanosecond of one thread, roughly

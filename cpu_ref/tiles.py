@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from nbattn.cpu_ref.cpu import REGISTER_BYTES
-from nbattn.cpu_ref.lanes import AHEAD, TO_L1, Lanes, lane_count, uses_dot
+from nbattn.cpu_ref.lanes import AHEAD, TO_L1, Lanes, lane_count, packs_pairs, uses_dot
 from nbattn.cpu_ref.number_formats import I64, itemsize
 from nbattn.scoring import LOWEST
 
@@ -24,6 +24,7 @@ FOLD_KEYS = (
 KEYS = 16  # keys of a block: 64 of them overflow L2 together with the prefetched next block
 LINE_BYTES = 64
 PANEL_VECTORS = 2  # of a panel: `panel_height` times as many sums, the panel and a broadcast fill the registers
+SCORES_AT_ONCE = 4  # whose maxima are found side by side
 _BYTES = types.int64
 
 
@@ -209,12 +210,12 @@ def _panel_sums(lanes: Lanes, a, a_row, a_step, panel, panel_step, steps) -> lis
 def score_panel(typingctx, kind, k, k_stride, q, steps, scale, s, s_stride):
     """``s[j, :panel_width] = scale * k[j] @ q[:, :panel_width]`` for ``j < panel_height``.
 
-    `q` is a panel of `pack_queries`, k rows of `pack_keys`; `steps` is the head size, or half of it with `uses_dot`.
+    `q` is a panel of `pack_queries`, k rows of `pack_keys`; `steps` is the head size, or half of it with `packs_pairs`.
     """
 
     def codegen(context, builder, sig, args):
         _, k, k_stride, q, steps, scale, s, s_stride = args
-        lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
+        lanes = Lanes(builder, kind.tag, packs_pairs(kind.tag))
         number, factor = lanes.const(lanes.bytes), lanes.splat(scale)
         sums = _panel_sums(lanes, k, k_stride, number, q, lanes.const(panel_width(kind.tag) * lanes.bytes), steps)
         for j, row_sums in enumerate(sums):
@@ -231,12 +232,12 @@ def score_panel(typingctx, kind, k, k_stride, q, steps, scale, s, s_stride):
 def value_panel(typingctx, kind, p, p_stride, v, steps, alpha, acc, acc_stride):
     """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j, :panel_width]`` for ``i < panel_height``.
 
-    `v` is a panel of `pack_values`, `steps` are keys, or pairs of keys with `uses_dot`; p is as of `pack_weights`.
+    `v` is a panel of `pack_values`, `steps` are keys, or pairs of keys with `packs_pairs`; p is as of `pack_weights`.
     """
 
     def codegen(context, builder, sig, args):
         _, p, p_stride, v, steps, alpha, acc, acc_stride = args
-        lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
+        lanes = Lanes(builder, kind.tag, packs_pairs(kind.tag))
         rows = [lanes.add(acc, lanes.mul(acc_stride, i)) for i in range(panel_height())]
         for row in rows:  # used after the sums
             for place in range(0, panel_width(kind.tag) * lanes.bytes, LINE_BYTES):
@@ -268,11 +269,21 @@ def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
             place = lanes.mul(row, lanes.bytes)
             column = lanes.add(s, place)
             old = lanes.load(lanes.add(m, place))
-            new = lanes.variable(old)
-            with lanes.loop(0, n, 1) as (j, _):
+            found = [lanes.variable(old) for _ in range(SCORES_AT_ONCE)]  # a single maximum would wait for itself
+
+            def look_at(j, maximum, column=column):
                 score = lanes.load(lanes.add(column, lanes.mul(s_stride, j)))
-                builder.store(lanes.larger(score, lanes.read(new)), new)
-            largest = lanes.read(new)
+                builder.store(lanes.larger(score, lanes.read(maximum)), maximum)
+
+            whole = builder.and_(n, lanes.const(-SCORES_AT_ONCE))
+            with lanes.loop(0, whole, SCORES_AT_ONCE) as (j, _):
+                for i, maximum in enumerate(found):
+                    look_at(lanes.add(j, i), maximum)
+            with lanes.loop(whole, n, 1) as (j, _):
+                look_at(j, found[0])
+            largest = lanes.read(found[0])
+            for maximum in found[1:]:
+                largest = lanes.larger(lanes.read(maximum), largest)
             subtract = lanes.larger(largest, lanes.splat(float(LOWEST)))
             factor = lanes.exp2(builder.fsub(old, subtract))
             total = lanes.variable(lanes.splat(0.0))
