@@ -250,6 +250,9 @@ cluster_index = instruction("cluster_index", "mov.u32 $0, %clusterid.x;", (i32,)
 cluster_rank = instruction("cluster_rank", "mov.u32 $0, %cluster_ctarank;", (i32,), ())
 cluster_size = instruction("cluster_size", "mov.u32 $0, %cluster_nctarank;", (i32,), ())
 arrive_cluster = instruction("arrive_cluster", "barrier.cluster.arrive.release.aligned;", (), (), "memory")
+leave_cluster = instruction(  # arrives without waiting for what the thread has stored
+    "leave_cluster", "barrier.cluster.arrive.relaxed.aligned;", (), (), "memory"
+)
 wait_cluster = instruction("wait_cluster", "barrier.cluster.wait.acquire.aligned;", (), (), "memory")
 remote_load_4u32_if = instruction(  # of the block of that rank; zeros, and no access, where the last input is 0
     "remote_load_4u32_if",

@@ -24,10 +24,12 @@ from nbattn.cuda_kernels.shapes import (
     LARGEST_CLUSTERED_HEAD,
     PLAIN_BLOCKS,
     PREFILL_ROWS,
+    WARPGROUP_ROWS,
     decode_shape,
     gather_shape,
     head_size_class,
     paged_family,
+    wgmma_groups,
 )
 from nbattn.errors import ContractError, TargetError
 from nbattn.kv_cache import PagedKV
@@ -38,6 +40,7 @@ from nbattn.rotary import rope_planes
 SHARES_AT_A_TIME = 4  # the number of shares of work is a multiple of it
 BLOCKS_PER_MULTIPROCESSOR = 2  # of either tile but the warpgroups': see the register table of the tests
 MOST_DECODE_KEYS = 1000  # of a resident block; more keys that many rows share are faster on the prefill tile
+MOST_KEYS_OF_FEW = 400  # the same for rows that fit one warpgroup
 MOST_KEYS_BESIDE = 2  # of prefill tiles for each of decode tiles: beyond, prefill tiles fill the multiprocessors
 POSITIONS_AHEAD = 1 << 17  # most that planes of rotation are made for before a request stands there
 
@@ -74,10 +77,14 @@ def tiling(
     keys are soon read: a prefill tile takes eight times the rows, but its launch takes longer. That is decided by the
     lengths alone, and only for cascades whose splits are not given.
     """
-    num_kv_heads = levels[0].kv.num_kv_heads
+    kv = levels[0].kv
+    num_kv_heads = kv.num_kv_heads
     group = num_qo_heads // num_kv_heads
     few, many = DECODE_ROWS // group, max(1, PREFILL_ROWS // group)
     blocks = current_device().multiprocessors * BLOCKS_PER_MULTIPROCESSOR / num_kv_heads
+    is_hopper = paged_family("prefill", kv.kv_dtype, current_device().compute_capability) == "paged_wgmma"
+    size = head_size_class(kv.kv_dtype, kv.head_dim_qk, kv.head_dim_vo)
+    narrow = WARPGROUP_ROWS // group if is_hopper and wgmma_groups(size or 0, False, 0) == 1 else 0
     may_choose = few > 0 and len(levels) > 1 and split_size is None
     tokens, few_keys, many_keys = [], 0, 0
     for level in levels:
@@ -85,15 +92,16 @@ def tiling(
         longest = int(rows.max(initial=0))
         tile = max(1, min(few, longest))
         keys = _keys_of_tiles(rows, level.kv.kv_lens, tile)
-        if longest <= few or (may_choose and keys <= MOST_DECODE_KEYS * blocks):
+        most_keys = blocks * (MOST_KEYS_OF_FEW if longest <= narrow else MOST_DECODE_KEYS)
+        if longest <= few or (may_choose and keys <= most_keys):
             few_keys += keys
         else:
-            tile = many
+            tile = narrow if longest <= narrow and split_size is None else many
             many_keys += _keys_of_tiles(rows, level.kv.kv_lens, tile)
         tokens.append(tile)
     if len(levels) == 1 and longest <= few:
         return _decode_tiling(levels[0].kv, int(np.count_nonzero(rows)), tile, few, split_size, max_kv_len)
-    fills = paged_family("prefill", levels[0].kv.kv_dtype, current_device().compute_capability) == "paged_wgmma"
+    fills = is_hopper and max(tokens) > narrow
     shares, many_shares = (max(1, round(blocks * part)) for part in _parts_of_wave(few_keys, many_keys, fills))
     return Tiling(tuple(tokens), shares, few, many_shares)
 
