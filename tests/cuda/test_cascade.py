@@ -71,9 +71,10 @@ def test_lengths_decide_the_tile_and_splits_of_a_prefix(batch, prefix, heads, ro
 
 
 @pytest.mark.parametrize(
-    ("batch", "prefix", "keys", "items"), [(64, 8192, 1024, 16), (16, 32768, 2048, 16), (64, 32768, 4096, 16)]
+    ("batch", "prefix", "keys", "items"),
+    [(64, 8192, 1408, 12), (16, 32768, 2240, 15), (64, 32768, 4736, 14), (256, 8192, 4096, 16)],
 )
-def test_a_tile_that_fills_a_multiprocessor_makes_one_block_of_each(batch, prefix, keys, items, monkeypatch):
+def test_tiles_that_fill_a_multiprocessor_leave_some_to_the_suffixes(batch, prefix, keys, items, monkeypatch):
     levels = levels_of(batch, prefix, 256, 8)
     plan = plan_of(monkeypatch, levels, 32, capability=(9, 0))
     assert shape_of(plan.work_list.work, 0) == (min(batch, PREFILL), keys, items)
@@ -81,7 +82,7 @@ def test_a_tile_that_fills_a_multiprocessor_makes_one_block_of_each(batch, prefi
 
 @pytest.mark.parametrize(
     ("batch", "prefix", "rows", "keys", "items"),
-    [(16, 32768, 16, 1024, 32), (16, 8192, 16, 512, 16), (16, 1024, DECODE, 256, 16), (17, 32768, PREFILL, 2048, 16)],
+    [(16, 32768, 16, 1152, 29), (16, 8192, 16, 512, 16), (16, 1024, DECODE, 256, 16), (17, 32768, PREFILL, 2240, 15)],
 )
 def test_rows_that_fit_a_warpgroup_get_two_blocks_of_each_multiprocessor(batch, prefix, rows, keys, items, monkeypatch):
     levels = levels_of(batch, prefix, 256, 8, head_dim=128)
