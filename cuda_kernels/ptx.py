@@ -250,7 +250,7 @@ cluster_index = instruction("cluster_index", "mov.u32 $0, %clusterid.x;", (i32,)
 cluster_rank = instruction("cluster_rank", "mov.u32 $0, %cluster_ctarank;", (i32,), ())
 cluster_size = instruction("cluster_size", "mov.u32 $0, %cluster_nctarank;", (i32,), ())
 arrive_cluster = instruction("arrive_cluster", "barrier.cluster.arrive.release.aligned;", (), (), "memory")
-leave_cluster = instruction(  # arrives without waiting for what the thread has stored
+leave_cluster = instruction(  # arrives without waiting for what the thread has stored; what it loaded must be there
     "leave_cluster", "barrier.cluster.arrive.relaxed.aligned;", (), (), "memory"
 )
 wait_cluster = instruction("wait_cluster", "barrier.cluster.wait.acquire.aligned;", (), (), "memory")
