@@ -21,12 +21,14 @@ from nbattn.cuda_kernels.shapes import (
     DECODE_ROWS,
     LARGEST_CLUSTERED_HEAD,
     PREFILL_ROWS,
+    WARPGROUP_ROWS,
     decode_shared_bytes,
     head_size_class,
     merge_team,
     needs_full,
     paged_family,
     shared_bytes_for,
+    wgmma_groups,
 )
 
 Array = Any
@@ -160,9 +162,12 @@ def result_values(device: Any, states: tuple[int, int], out: Array, lse: Array |
 
 
 def paged_specialisation(
-    device: Any, q: Array, k: Array, v: Array, options: AttentionOptions, tile: str
+    device: Any, q: Array, k: Array, v: Array, options: AttentionOptions, tile: str, most_pairs: int = PREFILL_ROWS
 ) -> tuple[str, dict[str, Any], int, int | None]:
-    """Return (kernel family, its constants, (row, head) pairs of one block, shared bytes if they vary) for a call."""
+    """Return (kernel family, its constants, (row, head) pairs of one block, shared bytes if they vary) for a call.
+
+    Items have up to `most_pairs` pairs.
+    """
     cache_dtype = dtype_name(k)
     size = head_size_class(cache_dtype, k.shape[3], v.shape[3])
     if size is None or not _fits_tile(device, q, k, v, options):
@@ -171,6 +176,9 @@ def paged_specialisation(
     full = needs_full(cache_dtype, size, tile, features)
     constants = {"cache": cache_dtype, "head_dim": size, "full": full}
     family = paged_family(tile, cache_dtype, device.compute_capability)
+    if family == "paged_wgmma":
+        groups = wgmma_groups(size, full, most_pairs)
+        return family, {**constants, "groups": groups}, groups * WARPGROUP_ROWS, None
     return family, constants, DECODE_ROWS if tile == "decode" else PREFILL_ROWS, None
 
 
@@ -209,7 +217,9 @@ def paged_kernels(
     beside = False
     for segment in metadata.segments:
         kv = kvs[segment.level]
-        family, constants, pairs, shared_bytes = paged_specialisation(device, q, kv.k, kv.v, options, segment.tile)
+        family, constants, pairs, shared_bytes = paged_specialisation(
+            device, q, kv.k, kv.v, options, segment.tile, segment.pairs
+        )
         clustered = segment.tile == "decode" and max(kv.head_dim_qk, kv.head_dim_vo) <= LARGEST_CLUSTERED_HEAD
         cluster = metadata.cluster if clustered else 1
         grid = (segment.count * kv.k.shape[2] * cluster, -(-segment.pairs // pairs), 1)
@@ -217,8 +227,7 @@ def paged_kernels(
             shared_bytes = decode_shared_bytes(constants["head_dim"], grid[0] * grid[1] / device.multiprocessors)
         cache_values = _cache_values(device, kv, tables[segment.level], q, options.scale)
         values = (segment.work, *rows, int(beside), *query, *cache_values, *features, *result)
-        overlaps = beside or segment.tile == "decode"  # prefill tiles do not wait before they read
-        yield segment.level, KernelCall(family, constants, grid, values, shared_bytes, overlaps, cluster)
+        yield segment.level, KernelCall(family, constants, grid, values, shared_bytes, True, cluster)
         beside = beside or all(grid)
     if metadata.num_merges:
         lists = tuple(pointers[name] for name in ("merge rows", "merge indptr", "merge slots"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from numba import cuda
-from numba.cuda import float32, int32, int64, types
+from numba.cuda import float32, int32, int64, types, uint32
 from numba.extending import register_jitable
 
 from nbattn.cuda_kernels import ptx
@@ -319,9 +319,11 @@ def make_write_shares(warps: int, part_rows: int, part_bytes: int) -> Callable:
                 value[e] = float32(0)
             for i in range(TURNS):
                 factor = ptx.from_lane_f32(weight[i // 4], group + int32(8 * (i % 4)))
-                if factor != float32(0):  # a part without keys has summed nothing
-                    for e in range(4):
-                        value[e] += factor * ptx.bits_float(words[4 * i + e])
+                kept = (
+                    uint32(0xFFFFFFFF) if factor != float32(0) else uint32(0)
+                )  # a part without keys has summed nothing
+                for e in range(4):  # every word is waited for, so that none is read when its block has left
+                    value[e] += factor * ptx.bits_float(words[4 * i + e] & kept)
             for e in range(4):
                 for distance in (4, 8, 16):
                     value[e] += ptx.exchange_f32(value[e], int32(distance))

@@ -5,6 +5,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+class Item(NamedTuple):
+    """A work item: rows, keys, and where they stand; see `nbattn.work_list`."""
+
+    row_begin: int
+    row_end: int
+    key_begin: int
+    key_end: int
+    page_begin: int
+    key_position: int
+    key_base: int
+    kv_len: int
+    state: int
+    causal: int
+
+
 class Queries(NamedTuple):
     """Query rows and what their scores are multiplied by; see `parameters`."""
 

@@ -57,8 +57,8 @@ def make(vector: bool) -> Kernel:
         words, value = cuda.local.array(ALL_WORDS, types.uint32), cuda.local.array(WIDTH, types.float32)
         some, weight = cuda.local.array(TASK_WORDS, types.uint32), cuda.local.array(2, types.float32)
         s, m = cuda.local.array(STATES, types.float32), cuda.local.array(TASKS, types.float32)
+        ptx.let_next_start()  # what comes next waits for this merge, and so for what this one waits for
         ptx.wait_for_earlier()
-        ptx.let_next_start()
         first = int32(0)
         while first < head_dim:  # the lanes' chunks at a time
             dim = int32(first + lane * width(v_kind))
@@ -110,4 +110,4 @@ def make(vector: bool) -> Kernel:
             first = int32(first + lanes * width(v_kind))
             keep_rolled()
 
-    return Kernel(merge_pair, THREADS, 12 if vector else 8)
+    return Kernel(merge_pair, THREADS, 3 if vector else 2)

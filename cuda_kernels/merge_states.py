@@ -48,20 +48,21 @@ class States(NamedTuple):
 
 
 def make_take_batch(chunk: SimpleNamespace, full: bool, listed: bool) -> Callable:
-    """Return the function that takes a batch of states: all of it exists if `full`, slots are looked up if `listed`."""
+    """Return the function that takes a batch of states: all of it exists if `full`, slots are given if `listed`."""
     WIDTH, WORDS, BATCH_WORDS, at_index = chunk.WIDTH, chunk.WORDS, BATCH * chunk.WORDS, chunk.at
     load, load_if, load_lse, load_lse_if = chunk.load, chunk.load_if, chunk.load_lse, chunk.load_lse_if
     drop, add = chunk.drop, chunk.add
 
     @register_jitable
-    def take_batch(value, m, d_sum, at, count, states):
-        """Take states ``at ... at + 7`` of `count` into a running sum; return its new maximum and denominator."""
-        slot, score = cuda.local.array(BATCH, types.int32), cuda.local.array(BATCH, types.float32)
-        words = cuda.local.array(BATCH_WORDS, types.uint32)
-        for j in range(BATCH):
-            slot[j] = int32(at + int32(j))
-            if listed:
-                slot[j] = element(states.slots, min(slot[j], count - int32(1)))
+    def take_batch(value, m, d_sum, at, count, slot, states):
+        """Take states ``at ... at + 7`` of `count` into a running sum; return its new maximum and denominator.
+
+        Where states are `listed`, they are in the slots `slot`, which is filled here otherwise.
+        """
+        score, words = cuda.local.array(BATCH, types.float32), cuda.local.array(BATCH_WORDS, types.uint32)
+        if not listed:
+            for j in range(BATCH):
+                slot[j] = int32(at + int32(j))
         for j in range(BATCH):
             s_at = at_index(states.s, slot[j], states.s_step)
             v_at = at_index(states.v, slot[j], states.v_step)
@@ -90,6 +91,13 @@ def make_take_batch(chunk: SimpleNamespace, full: bool, listed: bool) -> Callabl
         return top, d_sum
 
     return take_batch
+
+
+@register_jitable
+def find_slots(slot, at, count, states):
+    """Look up the slots of states ``at ... at + 7`` of `count`."""
+    for j in range(BATCH):
+        slot[j] = element(states.slots, min(int32(at + int32(j)), count - int32(1)))
 
 
 @register_jitable
@@ -138,8 +146,11 @@ def make(vector: bool) -> Kernel:
     SHARED = PARTIALS + 8 * THREADS
 
     @register_jitable
-    def sum_streams(value, count, group, groups, place, states):
-        """Sum a group's streams one after the other into `value`; return their maximum and denominator."""
+    def sum_streams(value, count, group, groups, place, slot, states):
+        """Sum a group's streams one after the other into `value`; return their maximum and denominator.
+
+        Of listed states, the first batch's slots are in `slot`; the next ones are looked up beside each batch.
+        """
         top, total = EMPTY, float32(0)
         for e in range(WIDTH):
             value[e] = float32(0)
@@ -154,11 +165,15 @@ def make(vector: bool) -> Kernel:
             at = int32(stream * int32(BATCH))
             while at < count:
                 if states.slots != int64(0):
-                    m, d_sum = take_listed(value, m, d_sum, at, count, states)
+                    m, d_sum = take_listed(value, m, d_sum, at, count, slot, states)
+                    next_at = int32(at + streams * int32(BATCH))
+                    next_at = next_at if next_at < count else int32((stream + groups) * int32(BATCH))
+                    if next_at < count:
+                        find_slots(slot, next_at, count, states)
                 elif at + int32(BATCH) <= count:
-                    m, d_sum = take_full(value, m, d_sum, at, count, states)
+                    m, d_sum = take_full(value, m, d_sum, at, count, slot, states)
                 else:
-                    m, d_sum = take_some(value, m, d_sum, at, count, states)
+                    m, d_sum = take_some(value, m, d_sum, at, count, slot, states)
                 at = int32(at + streams * int32(BATCH))
                 keep_rolled()
             if stream == group:
@@ -225,10 +240,16 @@ def make(vector: bool) -> Kernel:
         inside = dim < head_dim and row >= int32(0)
         dim = int32(min(dim, head_dim - width(v_kind)))  # a lane without a chunk reads another's
         states = States(v + int64(dim) * v_dim, v_state, v_kind, s, s_state, s_kind, s_unit, slots)
-        place = shared + thread * int32(4 * WIDTH)
+        place, slot = shared + thread * int32(4 * WIDTH), cuda.local.array(BATCH, types.int32)
+        is_listed = slots != int64(0)
+        if is_listed:  # what comes next waits for this merge, and so for what this one waits for
+            ptx.let_next_start()
+            if group * int32(BATCH) < count:
+                find_slots(slot, group * int32(BATCH), count, states)
         ptx.wait_for_earlier()  # the plan's lists are there before, the states are not
-        ptx.let_next_start()
-        top, total = sum_streams(value, count, group, groups, place, states)
+        if not is_listed:
+            ptx.let_next_start()
+        top, total = sum_streams(value, count, group, groups, place, slot, states)
         if groups > int32(1):
             top, total = sum_groups(value, top, total, shared, thread, group, groups, lane_bits)
         if group == int32(0) and inside:

@@ -17,20 +17,13 @@ from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_write_rows, m
 from nbattn.cuda_kernels.groups import Pages, Result, Rules
 from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
 from nbattn.cuda_kernels.rows import (
-    KEY_BEGIN,
-    KEY_END,
-    KEY_POSITION,
-    PAGE_BEGIN,
-    ROW_BEGIN,
-    ROW_END,
-    STATE,
     element,
     end_behind_earlier,
     item_and_head,
     make_score_tile,
     make_set_up_rows,
+    read_item,
     row_and_head,
-    work_field,
 )
 from nbattn.cuda_kernels.shapes import LARGEST_CLUSTERED_HEAD, decode_shape
 from nbattn.cuda_kernels.tile import look_up, make_tile
@@ -79,10 +72,9 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head,
         gate_dim, gate_kind,
     ):  # fmt: skip
-        item, kv_head = item_and_head(ptx.cluster_index(), num_qo_heads, group_size)
-        first_pair = int32(cuda.blockIdx.y * 16)
-        row_begin = work_field(work, item, ROW_BEGIN)
-        pairs = (work_field(work, item, ROW_END) - row_begin) * group_size
+        number, kv_head = item_and_head(ptx.cluster_index(), num_qo_heads, group_size)
+        item, first_pair = read_item(work, number), int32(cuda.blockIdx.y * 16)
+        pairs, key_end = int32((item.row_end - item.row_begin) * group_size), item.key_end
         if first_pair >= pairs:
             end_behind_earlier()
             return
@@ -100,12 +92,10 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         result = Result(num_qo_heads, head_dim_vo, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse,
                         lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
                         gate_kind)  # fmt: skip
-        key_end, page_begin = work_field(work, item, KEY_END), work_field(work, item, PAGE_BEGIN)
-        key_position = work_field(work, item, KEY_POSITION)
-        key0 = int32(work_field(work, item, KEY_BEGIN) + (rank * int32(WARPS) + warp) * int32(KEYS))
+        key0 = int32(item.key_begin + (rank * int32(WARPS) + warp) * int32(KEYS))
         step = int32(blocks * int32(WARPS * KEYS))  # between a warp's tiles
         pair = int32(first_pair + (lane & int32(15)))  # a lane looks after a row
-        row, qo_head = row_and_head(min(pair, pairs - int32(1)), row_begin, kv_head, group_size)
+        row, qo_head = row_and_head(min(pair, pairs - int32(1)), item.row_begin, kv_head, group_size)
         own_position = element(row_position, row)
         if not beside:  # plans are copied to the device; what else is read may be a kernel's result
             ptx.wait_for_earlier()
@@ -116,7 +106,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         bits = cuda.local.array(STAGES, types.uint32)
         ahead = int32(key0 + (lane & int32(KEYS - 1)))
         for stage in range(STAGES):
-            page[stage], slot[stage] = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+            page[stage], slot[stage] = look_up(ahead, key_end, item.page_begin, kv_indices, page_size)
             ahead = int32(ahead + step)
         query, words = shared + int32(QUERY), cuda.local.array(Q_WORDS, types.uint32)
         q += int64(row) * q_row + int64(qo_head) * q_head
@@ -124,23 +114,23 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             address = ptx.from_lane_i64(q, (lane >> int32(2)) + int32(8 * i))
             read_query_share(words, address, i, q_kind, head_dim_qk, lane, warp)
             unroll_fully()
+        first, end = cuda.local.array(2, types.int32), cuda.local.array(2, types.int32)
+        unit, slope = cuda.local.array(2, types.float32), cuda.local.array(2, types.float32)
+        position, mask_at = cuda.local.array(2, types.int32), cuda.local.array(2, types.int64)
+        all_low, all_high = set_up_rows(first, end, slope, position, mask_at, own_position, row, qo_head, pair < pairs,
+                                        item, lane, rules)  # fmt: skip
         for stage in range(STAGES):
             bits[stage] = uint32(0)
             if int32(key0 + int32(stage) * step) < key_end:
                 place = ring + int32(stage * STAGE)
                 bits[stage] = fetch(place, place + int32(K_TILE), page[stage], slot[stage], lane, pages)
             ptx.commit_copies()
-        page[0], slot[0] = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+        page[0], slot[0] = look_up(ahead, key_end, item.page_begin, kv_indices, page_size)
 
-        first, end = cuda.local.array(2, types.int32), cuda.local.array(2, types.int32)
-        unit, slope = cuda.local.array(2, types.float32), cuda.local.array(2, types.float32)
-        position, mask_at = cuda.local.array(2, types.int32), cuda.local.array(2, types.int64)
         for i in range(2):
             address = ptx.from_lane_i64(q, (lane >> int32(2)) + int32(8 * i))
             unit[i] = scale * put_query_share(query, words, address, i, q_kind, head_dim_qk, lane, warp)
             unroll_fully()
-        all_low, all_high = set_up_rows(first, end, slope, position, mask_at, own_position, row, qo_head, pair < pairs,
-                                        work, item, lane, rules)  # fmt: skip
         ptx.sync_block()
 
         s, p = cuda.local.array(S_NUMBERS, types.float32), cuda.local.array(P_WORDS, types.uint32)
@@ -157,8 +147,8 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             ptx.sync_warp()
             multiply_keys(query, s, used, lane)
             whole = key0 >= all_low and int32(key0 + int32(KEYS)) <= all_high and bits[0] == uint32(ALL)
-            dropped = score_tile(s, bits, key0, c, whole, unit, first, end, slope, position, mask_at, key_position,
-                                 rules)  # fmt: skip
+            dropped = score_tile(s, bits, key0, c, whole, unit, first, end, slope, position, mask_at,
+                                 item.key_position, rules)  # fmt: skip
             soften(s, m, d_sum, o)
             v_tile = used + int32(K_TILE)
             if HAS_NONFINITE and ptx.ballot(dropped) != uint32(0) and has_nonfinite(v_tile, lane):
@@ -173,7 +163,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             if int32(key0 + int32(STAGES - 1) * step) < key_end:
                 bits[STAGES - 1] = fetch(used, v_tile, page[0], slot[0], lane, pages)
                 ahead = int32(ahead + step)
-                page[0], slot[0] = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+                page[0], slot[0] = look_up(ahead, key_end, item.page_begin, kv_indices, page_size)
             ptx.commit_copies()
             used = used + int32(STAGE) if used < ring + int32(RING - STAGE) else ring
             keep_rolled()
@@ -181,9 +171,8 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         publish(o, m, d_sum, ring, partials + warp * int32(128), lane)
         ptx.arrive_cluster()
         lane = ptx.from_lane_i32(lane, lane)  # or what follows from it would stay in registers all the while
-        row, qo_head = row_and_head(min(first_pair + lane, pairs - int32(1)), row_begin, kv_head, group_size)
-        state = work_field(work, item, STATE)
-        state = int32(state + row - row_begin) if state >= int32(0) else state
+        row, qo_head = row_and_head(min(first_pair + lane, pairs - int32(1)), item.row_begin, kv_head, group_size)
+        state = int32(item.state + row - item.row_begin) if item.state >= int32(0) else int32(-1)
         count = int32(min(int32(16), pairs - first_pair))
         ptx.wait_cluster()
         if blocks == int32(1) or not MAY_CLUSTER:
@@ -192,7 +181,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         else:
             write_shares(shared, int32(PITCH), partials, warp * blocks + rank, blocks * int32(WARPS), count, lane, row,
                          qo_head, kv_head, state, result)  # fmt: skip
-            ptx.arrive_cluster()
+            ptx.leave_cluster()
             ptx.wait_cluster()  # no block leaves while another reads its shared memory
         end_behind_earlier()
 

@@ -16,20 +16,13 @@ from nbattn.cuda_kernels.groups import Result, Rules
 from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.plain import WARPS, empty_accumulator, load_row, make_plain, publish_row, row_bytes
 from nbattn.cuda_kernels.rows import (
-    KEY_BEGIN,
-    KEY_END,
-    KEY_POSITION,
-    PAGE_BEGIN,
-    ROW_BEGIN,
-    ROW_END,
-    STATE,
     biased_score,
     element,
     item_and_head,
     keys_of_row,
+    read_item,
     row_and_head,
     slope_and_mask,
-    work_field,
 )
 from nbattn.cuda_kernels.shapes import LARGEST_HEAD, shared_bytes_for
 from nbattn.cuda_kernels.tile import look_up
@@ -50,10 +43,9 @@ def make(cache: str) -> Kernel:
         out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head,
         gate_dim, gate_kind,
     ):  # fmt: skip
-        item, kv_head = item_and_head(ptx.cluster_index(), num_qo_heads, group_size)
-        pair = int32(cuda.blockIdx.y)
-        row_begin = work_field(work, item, ROW_BEGIN)
-        if pair >= (work_field(work, item, ROW_END) - row_begin) * group_size:
+        number, kv_head = item_and_head(ptx.cluster_index(), num_qo_heads, group_size)
+        item, pair = read_item(work, number), int32(cuda.blockIdx.y)
+        if pair >= (item.row_end - item.row_begin) * group_size:
             ptx.wait_for_earlier()
             return
         if not beside:  # plans are copied to the device; what else is read may be a kernel's result
@@ -66,7 +58,7 @@ def make(cache: str) -> Kernel:
         query = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
         pitch = row_bytes(max(head_dim_qk, head_dim_vo))  # q, then an accumulator of each warp, then their sums
         accumulators, partials = query + pitch, query + pitch * int32(1 + WARPS)
-        row, qo_head = row_and_head(pair, row_begin, kv_head, group_size)
+        row, qo_head = row_and_head(pair, item.row_begin, kv_head, group_size)
         address = q + int64(row) * q_row + int64(qo_head) * q_head
         load_row(query, address, q_kind, int64(4) if q_kind == F32 else int64(2), head_dim_qk, thread)
         k += int64(kv_head) * k_head
@@ -77,23 +69,21 @@ def make(cache: str) -> Kernel:
                         lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
                         gate_kind)  # fmt: skip
 
-        position, key_position = element(row_position, row), work_field(work, item, KEY_POSITION)
-        first, end = keys_of_row(work, item, position, rules)
-        key_begin = max(work_field(work, item, KEY_BEGIN), first)
-        key_end = min(work_field(work, item, KEY_END), end)
-        page_begin = work_field(work, item, PAGE_BEGIN)
-        slope, mask_at = slope_and_mask(work, item, row, qo_head, rules)
+        position = element(row_position, row)
+        first, end = keys_of_row(item, position, rules)
+        key_begin, key_end = max(item.key_begin, first), min(item.key_end, end)
+        slope, mask_at = slope_and_mask(item, row, qo_head, rules)
 
         accumulator = accumulators + warp * pitch
         m, d_lane = empty_accumulator(accumulator, head_dim_vo, lane)
         tile = int32(key_begin + (rank * int32(WARPS) + warp) * int32(32))
         while tile < key_end:
             key = int32(tile + lane)
-            page, slot = look_up(key, key_end, page_begin, kv_indices, page_size)
+            page, slot = look_up(key, key_end, item.page_begin, kv_indices, page_size)
             score = EMPTY
             if mapped_page(page, num_pages):
                 k_row = k + int64(page) * k_page + int64(slot) * k_slot
-                stands = int32(key_position + key)
+                stands = int32(item.key_position + key)
                 if rope_cos != int64(0):
                     scale_row = k_scale + int64(kv_head * head_dim_qk) * int64(4) if k_scale != int64(0) else int64(0)
                     score = dot_rotated(query, k_row, scale_row, head_dim_qk, rope_cos, rope_sin, rope_dim,
@@ -110,14 +100,13 @@ def make(cache: str) -> Kernel:
 
         ptx.wait_for_earlier()
         publish_row(m, d_lane, partials, warp, lane)
-        state = work_field(work, item, STATE)
-        slot = int32(state + row - row_begin) if state >= int32(0) else int32(-1)
+        slot = int32(item.state + row - item.row_begin) if item.state >= int32(0) else int32(-1)
         if blocks > int32(1):
             ptx.arrive_cluster()
             ptx.wait_cluster()
             write_shares(accumulators, pitch, partials, warp * blocks + rank, warps, int32(1), lane, row, qo_head,
                          kv_head, slot, result)  # fmt: skip
-            ptx.arrive_cluster()
+            ptx.leave_cluster()
             ptx.wait_cluster()  # no block leaves while another reads its shared memory
         elif warp == int32(0):
             write_row(accumulators, pitch, partials, int32(0), lane, row, qo_head, kv_head, slot, result)

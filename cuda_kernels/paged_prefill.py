@@ -17,21 +17,14 @@ from nbattn.cuda_kernels.formats import CACHE_FORMATS
 from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules
 from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.rows import (
-    KEY_BEGIN,
-    KEY_END,
-    KEY_POSITION,
     LIMITS_BYTES,
-    PAGE_BEGIN,
-    ROW_BEGIN,
-    ROW_END,
-    STATE,
     end_behind_earlier,
     item_and_head,
     keys_of_warp,
     make_finish,
     make_rows_of_lanes,
     make_score_tile,
-    work_field,
+    read_item,
 )
 from nbattn.cuda_kernels.shapes import PREFILL_ROWS
 from nbattn.cuda_kernels.tile import look_up, make_tile
@@ -75,13 +68,12 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head,
         gate_dim, gate_kind,
     ):  # fmt: skip
-        ptx.let_next_start()
-        item, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
+        number, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
         first_pair = int32(cuda.blockIdx.y * (WARPS * ROWS) + warp * int32(ROWS))
-        row_begin = work_field(work, item, ROW_BEGIN)
-        pairs = int32((work_field(work, item, ROW_END) - row_begin) * group_size)
+        item = read_item(work, number)
+        pairs = int32((item.row_end - item.row_begin) * group_size)
         if int32(cuda.blockIdx.y * (WARPS * ROWS)) >= pairs:
             end_behind_earlier()
             return
@@ -96,29 +88,31 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         result = Result(num_qo_heads, head_dim_vo, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse,
                         lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
                         gate_kind)  # fmt: skip
-        page_begin, key_position = work_field(work, item, PAGE_BEGIN), work_field(work, item, KEY_POSITION)
 
         # each warp brings its FETCHED keys of every tile; the first ones before anything that waits for memory
-        key0, key_end = work_field(work, item, KEY_BEGIN), work_field(work, item, KEY_END)
+        key0, key_end = item.key_begin, item.key_end
         ahead = int32(key0 + warp * int32(FETCHED) + (lane & int32(FETCHED - 1)))
         k_place, stage = shared + warp * int32(FETCHED * K_ROW), int32(0)
         v_place = shared + int32(K_TILE) + warp * int32(FETCHED * V_ROW)
         bits_place = bits_at + warp * int32(FETCHED // 8)
-        page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+        if not beside:  # plans are copied to the device; what else is read may be a kernel's result
+            ptx.wait_for_earlier()
+        ptx.let_next_start()
+        page, slot = look_up(ahead, key_end, item.page_begin, kv_indices, page_size)
         if ALL_FETCH or warp < int32(4):
             found = fetch(k_place, v_place, page, slot, lane, pages)
             if lane == int32(0):
                 store_bits(bits_place, found)
         ptx.commit_copies()
         ahead = int32(ahead + int32(KEYS))
-        page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+        page, slot = look_up(ahead, key_end, item.page_begin, kv_indices, page_size)
 
         query = shared + int32(QUERY) + warp * int32(Q_BYTES) if Q_SHARED else cuda.local.array(Q_WORDS, types.uint32)
         first, end = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int32)
         unit, slope = cuda.local.array(LANE_ROWS, types.float32), cuda.local.array(LANE_ROWS, types.float32)
         position, mask_at = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int64)
         limits = shared + int32(LIMITS) + warp * int32(ROWS * LIMITS_BYTES)
-        set_up_lanes(query, first, end, limits, work, item, first_pair, pairs, kv_head, lane, queries, rules)
+        set_up_lanes(query, first, end, limits, item, first_pair, pairs, kv_head, lane, queries, rules)
         low, high, all_low, all_high = keys_of_warp(first[0], end[0])
         ranges = bits_at + int32(16)  # what each warp sees
         mine = ranges + warp * int32(16)
@@ -158,7 +152,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
                 multiply_keys(query, s, k_tile, lane)
                 recall_rows(unit, first, end, slope, position, mask_at, limits, lane)
                 dropped = score_tile(s, bits, key0, lane & int32(3), whole, unit, first, end, slope, position,
-                                     mask_at, key_position, rules)  # fmt: skip
+                                     mask_at, item.key_position, rules)  # fmt: skip
                 soften(s, m, d_sum, o)
                 if HAS_NONFINITE and ptx.ballot(dropped) != uint32(0) and has_nonfinite(v_tile, lane):
                     select_values(s, o, v_tile, scratch, lane)
@@ -166,14 +160,14 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
                     pack_weights(s, p)
                     multiply_values(p, o, v_tile, lane)
             ahead = int32(ahead + int32(KEYS))
-            page, slot = look_up(ahead, key_end, page_begin, kv_indices, page_size)
+            page, slot = look_up(ahead, key_end, item.page_begin, kv_indices, page_size)
             ptx.sync_block()
             key0, stage = int32(key0 + int32(KEYS)), other
             keep_rolled()
 
         wait_for_all()
         accumulators = shared + warp * int32(ROWS * PITCH)
-        finish(o, m, d_sum, accumulators, partials, work_field(work, item, STATE), row_begin, first_pair, pairs, lane,
+        finish(o, m, d_sum, accumulators, partials, item.state, item.row_begin, first_pair, pairs, lane,
                kv_head, group_size, result)  # fmt: skip
         end_behind_earlier()
 

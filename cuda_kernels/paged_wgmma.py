@@ -1,7 +1,8 @@
-"""Paged attention for many query rows on Hopper GPUs: two warpgroups multiply tiles of keys that all threads bring.
+"""Paged attention for many query rows on Hopper GPUs: warpgroups multiply tiles of keys that all threads bring.
 
-A block takes 128 (row, head) pairs of one work item and KV head, 64 a warpgroup. q stays in shared memory. A tile of
-keys is multiplied by q together with the values of the tile before, so that K and V have rings of their own.
+A block takes 128 (row, head) pairs of one work item and KV head, 64 a warpgroup. Where items have no more than 64, it
+is one warpgroup, and two blocks share a multiprocessor. q stays in shared memory. A tile of keys is multiplied by q
+together with the values of the tile before, so that K and V have rings of their own.
 """
 
 from __future__ import annotations
@@ -16,43 +17,40 @@ from nbattn.cuda_kernels.epilogue import EMPTY
 from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules, Sides, Table
 from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.rows import (
-    KEY_BEGIN,
-    KEY_END,
-    KEY_POSITION,
     LIMITS_BYTES,
-    PAGE_BEGIN,
-    ROW_BEGIN,
-    ROW_END,
-    STATE,
     end_behind_earlier,
     item_and_head,
     keys_of_warp,
     make_finish,
     make_rows_of_lanes,
     make_score_tile,
-    work_field,
+    read_item,
 )
-from nbattn.cuda_kernels.shapes import PREFILL_ROWS, wgmma_keys
+from nbattn.cuda_kernels.shapes import WARPGROUP_ROWS, wgmma_keys
 from nbattn.cuda_kernels.tile import look_up, make_tile
 
-WARPS, ROWS, LANE_ROWS = PREFILL_ROWS // 16, 16, 2  # of a block, of a warp, of a lane
+WARP_ROWS, LANE_ROWS = 16, 2
 STAGES = 2  # tiles in the rings of K and of V
 
 
-def make(cache: str, head_dim: int, full: bool) -> Kernel:
-    """Return the kernel for a 16-bit cache format and a head-size class; see `paged_decode.make`."""
-    KEYS = wgmma_keys(head_dim, full)
+def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
+    """Return the kernel for a 16-bit cache format and a head-size class, with blocks of `groups` warpgroups.
+
+    The other parameters are those of `paged_decode.make`.
+    """
+    ROWS, WARPS, BLOCKS = groups * WARPGROUP_ROWS, groups * 4, 3 - groups
+    KEYS = wgmma_keys(head_dim, full, groups)
     FETCHED, WORDS, ALL = KEYS // WARPS, KEYS // 32, (1 << 32) - 1
     store_bits = ptx.shared_store_u16 if FETCHED == 16 else ptx.shared_store_u8
-    tile = make_tile(cache, head_dim, KEYS, FETCHED, panel_rows=PREFILL_ROWS)
+    tile = make_tile(cache, head_dim, KEYS, FETCHED, panel_rows=ROWS)
     TILE, PITCH = KEYS * tile.K_ROW, 4 * head_dim + 32
-    K_RING = PREFILL_ROWS * tile.K_ROW
+    K_RING = ROWS * tile.K_ROW
     V_RING = K_RING + STAGES * TILE
-    BITS = max(V_RING + STAGES * TILE, PREFILL_ROWS * PITCH)  # accumulators take the place of q, K and V
+    BITS = max(V_RING + STAGES * TILE, ROWS * PITCH)  # accumulators take the place of q, K and V
     ENDS = BITS + 4 * 4 * WORDS  # of four tiles: three are in use
     PARTIALS = ENDS + 4 * WARPS
-    LIMITS = PARTIALS + PREFILL_ROWS * 8
-    SCRATCH = LIMITS + PREFILL_ROWS * LIMITS_BYTES
+    LIMITS = PARTIALS + ROWS * 8
+    SCRATCH = LIMITS + ROWS * LIMITS_BYTES
     SHARED = SCRATCH + WARPS * 1024
     S_NUMBERS, P_WORDS, O_NUMBERS = tile.S_NUMBERS, tile.P_WORDS, tile.O_NUMBERS
     set_up_lanes, recall_rows = make_rows_of_lanes(tile.load_query, LANE_ROWS, full)
@@ -60,7 +58,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     fetch_rows, weigh, rescale, pack_weights = tile.fetch_rows, tile.weigh, tile.rescale, tile.pack_weights
     has_nonfinite, select_values, unpack = tile.has_nonfinite, tile.select_values, tile.unpack
     finish = make_finish(tile.out_dim, head_dim // 8, PITCH, LANE_ROWS, False)
-    multiply_keys = warpgroup.make_multiply_keys(tile.OWN_KIND, KEYS, head_dim, PREFILL_ROWS)
+    multiply_keys = warpgroup.make_multiply_keys(tile.OWN_KIND, KEYS, head_dim, ROWS)
     multiply_values = warpgroup.make_multiply_values(tile.OWN_KIND, KEYS, head_dim)
     hold_scores, hold_sums = warpgroup.make_hold(S_NUMBERS), warpgroup.make_hold(O_NUMBERS)
     wait_for_keys, wait_for_copies = ptx.WAIT_COPIES[1], ptx.WAIT_COPIES[0]
@@ -229,14 +227,13 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         out_dim, out_kind, lse, lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head,
         gate_dim, gate_kind,
     ):  # fmt: skip
-        ptx.let_next_start()
-        item, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
+        number, kv_head = item_and_head(int32(cuda.blockIdx.x), num_qo_heads, group_size)
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
-        first_pair = int32(cuda.blockIdx.y * PREFILL_ROWS + warp * int32(ROWS))
-        row_begin = work_field(work, item, ROW_BEGIN)
-        pairs = int32((work_field(work, item, ROW_END) - row_begin) * group_size)
-        if int32(cuda.blockIdx.y * PREFILL_ROWS) >= pairs:
+        first_pair = int32(cuda.blockIdx.y * ROWS + warp * int32(WARP_ROWS))
+        item = read_item(work, number)
+        pairs = int32((item.row_end - item.row_begin) * group_size)
+        if int32(cuda.blockIdx.y * ROWS) >= pairs:
             end_behind_earlier()
             return
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 1024))
@@ -250,11 +247,10 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         result = Result(num_qo_heads, head_dim_vo, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse,
                         lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
                         gate_kind)  # fmt: skip
-        key_position = work_field(work, item, KEY_POSITION)
 
         # each warp brings its FETCHED keys of every tile; the first ones before anything that waits for memory
-        key0, key_end = work_field(work, item, KEY_BEGIN), work_field(work, item, KEY_END)
-        table = Table(key_end, work_field(work, item, PAGE_BEGIN), kv_indices, page_size)
+        key0, key_end = item.key_begin, item.key_end
+        table = Table(key_end, item.page_begin, kv_indices, page_size)
         ahead = cuda.local.array(5, types.int32)  # page and slot of two tiles, and the next key
         ahead[0], ahead[1], ahead[4] = (
             int32(-1),
@@ -264,11 +260,15 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         k_place = shared + int32(K_RING) + warp * int32(FETCHED * 128)
         v_place = shared + int32(V_RING) + warp * int32(FETCHED * 128)
         bits_place = shared + int32(BITS) + warp * int32(FETCHED // 8)
+        if not beside:  # plans are copied to the device; what else is read may be a kernel's result
+            ptx.wait_for_earlier()
+        ptx.let_next_start()
         begin(ahead, k_place, bits_place, v_place, lane, table, pages)
 
         first, end = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int32)
-        limits, query = shared + int32(LIMITS) + warp * int32(ROWS * LIMITS_BYTES), shared + warp * int32(ROWS * 128)
-        set_up_lanes(query, first, end, limits, work, item, first_pair, pairs, kv_head, lane, queries, rules)
+        limits = shared + int32(LIMITS) + warp * int32(WARP_ROWS * LIMITS_BYTES)
+        query = shared + warp * int32(WARP_ROWS * 128)
+        set_up_lanes(query, first, end, limits, item, first_pair, pairs, kv_head, lane, queries, rules)
         _, high, all_low, all_high = keys_of_warp(first[0], end[0])
         ends = shared + int32(ENDS)  # of what the warps see
         if lane == int32(0):
@@ -288,15 +288,15 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             o[i] = float32(0)
         for i in range(LANE_ROWS):
             m[i], d_sum[i] = EMPTY, float32(0)
-        q_at = int64(KEYS_BITS) + int64((shared + (warp >> int32(2)) * int32(64 * 128)) >> int32(4))
+        q_at = int64(KEYS_BITS) + int64((shared + (warp >> int32(2)) * int32(WARPGROUP_ROWS * 128)) >> int32(4))
         k_at = int64(KEYS_BITS) + int64((shared + int32(K_RING)) >> int32(4))
         v_at = int64(VALUES_BITS) + int64((shared + int32(V_RING)) >> int32(4))
         sides = Sides(q_at, k_at, v_at, shared + int32(V_RING), shared + int32(BITS))
         take_in(s, p, o, m, d_sum, key0, key_end, sides, ahead, k_place, bits_place, v_place, scratch, warp, lane,
-                limits, all_low, all_high, key_position, table, pages, rules)  # fmt: skip
-        partials, state = shared + int32(PARTIALS) + warp * int32(ROWS * 8), work_field(work, item, STATE)
-        finish(o, m, d_sum, shared + warp * int32(ROWS * PITCH), partials, state, row_begin, first_pair, pairs, lane,
-               kv_head, group_size, result)  # fmt: skip
+                limits, all_low, all_high, item.key_position, table, pages, rules)  # fmt: skip
+        partials, state = shared + int32(PARTIALS) + warp * int32(WARP_ROWS * 8), item.state
+        finish(o, m, d_sum, shared + warp * int32(WARP_ROWS * PITCH), partials, state, item.row_begin, first_pair,
+               pairs, lane, kv_head, group_size, result)  # fmt: skip
         end_behind_earlier()
 
-    return Kernel(paged_wgmma, 32 * WARPS, 1, SHARED)
+    return Kernel(paged_wgmma, 32 * WARPS, BLOCKS, SHARED)

@@ -11,31 +11,35 @@ from numba.extending import register_jitable
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_store_states, make_write_rows
 from nbattn.cuda_kernels.formats import BOOL, load_number
+from nbattn.cuda_kernels.groups import Item
 from nbattn.cuda_kernels.loops import unroll_fully
 from nbattn.cuda_kernels.parameters import WORK
 from nbattn.indexing import idiv, visible_keys
 from nbattn.scoring import LOG2E, alibi_bias, soft_cap
 
-(
-    LEVEL,
-    ROW_BEGIN,
-    ROW_END,
-    KEY_BEGIN,
-    KEY_END,
-    PAGE_BEGIN,
-    KEY_POSITION,
-    KEY_BASE,
-    KV_LEN,
-    STATE,
-    CAUSAL,
-) = range(len(WORK))
 WORK_BYTES = 4 * len(WORK)
+AT = {name: 4 * column for column, name in enumerate(WORK)}
+(ROW_BEGIN, ROW_END, KEY_BEGIN, KEY_END, PAGE_BEGIN, KEY_POSITION, KEY_BASE, KV_LEN, STATE, CAUSAL) = (
+    AT[field.upper()] for field in Item._fields
+)
 
 
 @register_jitable
-def work_field(work, item, column):
-    """Return one number of a work item."""
-    return ptx.load_i32(work + int64(item) * int64(WORK_BYTES) + int64(4 * column))
+def read_item(work, number):
+    """Return a work item; all its numbers are under way before the first is used."""
+    at = work + int64(number) * int64(WORK_BYTES)
+    return Item(
+        ptx.load_i32(at + int64(ROW_BEGIN)),
+        ptx.load_i32(at + int64(ROW_END)),
+        ptx.load_i32(at + int64(KEY_BEGIN)),
+        ptx.load_i32(at + int64(KEY_END)),
+        ptx.load_i32(at + int64(PAGE_BEGIN)),
+        ptx.load_i32(at + int64(KEY_POSITION)),
+        ptx.load_i32(at + int64(KEY_BASE)),
+        ptx.load_i32(at + int64(KV_LEN)),
+        ptx.load_i32(at + int64(STATE)),
+        ptx.load_i32(at + int64(CAUSAL)),
+    )
 
 
 @register_jitable
@@ -67,13 +71,13 @@ def row_and_head(pair, row_begin, kv_head, group_size):
 
 
 @register_jitable
-def keys_of_row(work, item, position, rules):
+def keys_of_row(item, position, rules):
     """Return the interval of the level's keys that the row at `position` sees."""
     first, end = visible_keys(
         position,
-        work_field(work, item, KEY_POSITION),
-        work_field(work, item, KV_LEN),
-        work_field(work, item, CAUSAL) != int32(0),
+        item.key_position,
+        item.kv_len,
+        item.causal != int32(0),
         rules.window_left,
         rules.chunk_size,
     )
@@ -81,7 +85,7 @@ def keys_of_row(work, item, position, rules):
 
 
 @register_jitable
-def slope_and_mask(work, item, row, qo_head, rules):
+def slope_and_mask(item, row, qo_head, rules):
     """Return (ALiBi slope in log2 units, address of the mask's element of the level's key 0 or 0) of a row and head."""
     slope, mask_at = float32(0), int64(0)
     if rules.alibi_slopes != int64(0):
@@ -90,7 +94,7 @@ def slope_and_mask(work, item, row, qo_head, rules):
         request = max(element(rules.row_request, row), int32(0))  # a row without tokens in the last level
         mask_at = rules.mask + int64(request) * rules.mask_request + int64(qo_head) * rules.mask_head
         mask_at += int64(element(rules.row_index, row)) * rules.mask_row
-        mask_at += int64(work_field(work, item, KEY_BASE)) * rules.mask_key
+        mask_at += int64(item.key_base) * rules.mask_key
     return slope, mask_at
 
 
@@ -164,13 +168,13 @@ def make_set_up_rows(full: bool) -> Callable:
 
     @register_jitable
     def set_up_rows(
-        first, end, slope, position, mask_at, own_position, row, qo_head, exists, work, item, lane, rules
+        first, end, slope, position, mask_at, own_position, row, qo_head, exists, item, lane, rules
     ):  # fmt: skip
         """Fill what `score_tile` takes of the lane's rows r and r + 8; return the interval of keys that all rows see.
 
         Lane i looks after row i % 16: it gives its position, `row`, `qo_head` and whether it is a row at all.
         """
-        first_own, end_own = keys_of_row(work, item, own_position, rules)
+        first_own, end_own = keys_of_row(item, own_position, rules)
         all_low, all_high = first_own, end_own
         if not exists:
             first_own, end_own = int32(0), int32(-1)
@@ -182,7 +186,7 @@ def make_set_up_rows(full: bool) -> Callable:
             tile_row = (lane >> int32(2)) + int32(8 * i)
             first[i], end[i] = ptx.from_lane_i32(first_own, tile_row), ptx.from_lane_i32(end_own, tile_row)
         if full:
-            slope_own, mask_own = slope_and_mask(work, item, row, qo_head, rules)
+            slope_own, mask_own = slope_and_mask(item, row, qo_head, rules)
             for i in range(2):
                 tile_row = (lane >> int32(2)) + int32(8 * i)
                 slope[i], mask_at[i] = ptx.from_lane_f32(slope_own, tile_row), ptx.from_lane_i64(mask_own, tile_row)
@@ -223,12 +227,11 @@ def make_rows_of_lanes(load_query: Callable, rows: int, full: bool) -> tuple[Cal
     ALL_ROWS = 8 * rows
 
     @register_jitable
-    def set_up_lanes(query, first, end, limits, work, item, first_pair, pairs, kv_head, lane, queries, rules):
+    def set_up_lanes(query, first, end, limits, item, first_pair, pairs, kv_head, lane, queries, rules):
         """Load q and fill ``limits [8 * rows, LIMITS_BYTES]``; `first` and `end` get the interval of the lane's row."""
         own = lane & int32(ALL_ROWS - 1)
         pair = int32(first_pair + own)
-        row_begin = work_field(work, item, ROW_BEGIN)
-        row, qo_head = row_and_head(min(pair, pairs - int32(1)), row_begin, kv_head, queries.group_size)
+        row, qo_head = row_and_head(min(pair, pairs - int32(1)), item.row_begin, kv_head, queries.group_size)
         address = queries.q + int64(row) * queries.row + int64(qo_head) * queries.head
         position = element(rules.row_position, row)
         for i in range(rows):
@@ -238,13 +241,13 @@ def make_rows_of_lanes(load_query: Callable, rows: int, full: bool) -> tuple[Cal
             if lane & int32(3) == int32(0):
                 ptx.shared_store_f32(at + int32(8), unit)
             unroll_fully()
-        first[0], end[0] = keys_of_row(work, item, position, rules)
+        first[0], end[0] = keys_of_row(item, position, rules)
         if pair >= pairs:
             first[0], end[0] = int32(0), int32(-1)
         mine = limits + own * int32(LIMITS_BYTES)
         ptx.shared_store_2u32(mine, first[0], end[0])
         if full:
-            slope, mask_at = slope_and_mask(work, item, row, qo_head, rules)
+            slope, mask_at = slope_and_mask(item, row, qo_head, rules)
             ptx.shared_store_u32(mine + int32(12), position)
             ptx.shared_store_f32(mine + int32(16), slope)
             ptx.shared_store_2u32(mine + int32(24), uint32(mask_at & int64(0xFFFFFFFF)), uint32(mask_at >> int64(32)))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from nbattn.errors import TargetError
 
 DECODE_ROWS, PREFILL_ROWS = 16, 128  # (query row, head) pairs of one block
+WARPGROUP_ROWS = 64  # of them, that four warps multiply at once
 LARGEST_CLUSTER = 16  # blocks that merge what they found in one another's shared memory
 PORTABLE_CLUSTER = 8  # that every device with clusters has room for
 LARGEST_CLUSTERED_HEAD = 128
@@ -16,7 +17,7 @@ TWO_BLOCKS_BYTES = 80 * 1024  # of shared memory, which a third block finds no r
 MANY_BLOCKS = 7  # of a multiprocessor, one after another
 PLAIN_WARPS, PLAIN_BLOCKS = 4, 4  # of a block, of a multiprocessor
 MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS = 256, 8, 8  # see merge_states
-PAIR_THREADS, PAIR_TASKS = 128, 1  # see merge_pair
+PAIR_THREADS, PAIR_TASKS = 512, 1  # see merge_pair
 CHUNK_BYTES = 16  # that a lane of a merge takes at a time, where rows are packed and aligned
 BUSY_THREADS = 768  # that reside on a multiprocessor, see the register table
 LARGEST_HEAD = 8192  # of the plain path: q and four accumulators fill a multiprocessor's shared memory
@@ -86,9 +87,14 @@ def paged_family(tile: str, cache: str, compute_capability: tuple[int, int]) -> 
     return "paged_wgmma" if tile == "prefill" and wide and compute_capability == (9, 0) else f"paged_{tile}"
 
 
-def wgmma_keys(head_dim: int, full: bool) -> int:
-    """Return the keys of a warpgroup's tile of a head-size class: as many as registers allow."""
-    return 64 if full or head_dim > 128 else 128
+def wgmma_groups(head_dim: int, full: bool, pairs: int) -> int:
+    """Return the warpgroups of a block of a head-size class, for items of up to so many (row, head) pairs."""
+    return 1 if pairs <= WARPGROUP_ROWS and head_dim == 128 and not full else 2
+
+
+def wgmma_keys(head_dim: int, full: bool, groups: int) -> int:
+    """Return the keys of a warpgroup's tile of a head-size class: as many as registers and shared memory allow."""
+    return 64 if full or head_dim > 128 or groups == 1 else 128
 
 
 def needs_full(cache_dtype: str, head_dim: int, tile: str, features: bool) -> bool:
@@ -152,7 +158,12 @@ def specialisations(compute_capability: tuple[int, int]) -> list[tuple[str, dict
             for tile in ("decode", "prefill"):
                 for full in sorted({needs_full(cache, size, tile, features) for features in (False, True)}):
                     family = paged_family(tile, cache, compute_capability)
-                    found.append((family, {"cache": cache, "head_dim": size, "full": full}))
+                    constants: dict[str, str | int | bool] = {"cache": cache, "head_dim": size, "full": full}
+                    if family != "paged_wgmma":
+                        found.append((family, constants))
+                        continue
+                    for groups in sorted({wgmma_groups(size, full, pairs) for pairs in (1, PREFILL_ROWS)}):
+                        found.append((family, {**constants, "groups": groups}))
     for vector in (False, True):
         found += [("merge_states", {"vector": vector}), ("merge_pair", {"vector": vector})]
     found += [("append_rows", {"unit": unit}) for unit in (1, 2, 4, 16)]

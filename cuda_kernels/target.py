@@ -24,10 +24,12 @@ from nbattn.cuda_kernels.shapes import (
     LARGEST_CLUSTERED_HEAD,
     PLAIN_BLOCKS,
     PREFILL_ROWS,
+    WARPGROUP_ROWS,
     decode_shape,
     gather_shape,
     head_size_class,
     paged_family,
+    wgmma_groups,
 )
 from nbattn.errors import ContractError, TargetError
 from nbattn.kv_cache import PagedKV
@@ -38,7 +40,9 @@ from nbattn.rotary import rope_planes
 SHARES_AT_A_TIME = 4  # the number of shares of work is a multiple of it
 BLOCKS_PER_MULTIPROCESSOR = 2  # of either tile but the warpgroups': see the register table of the tests
 MOST_DECODE_KEYS = 1000  # of a resident block; more keys that many rows share are faster on the prefill tile
+MOST_KEYS_OF_FEW = 200  # the same for rows that fit one warpgroup
 MOST_KEYS_BESIDE = 2  # of prefill tiles for each of decode tiles: beyond, prefill tiles fill the multiprocessors
+WIDE_KEY, NARROW_KEY = 1.8, 1.2  # what a key takes of two warpgroups and of one, over what it takes of a decode tile
 POSITIONS_AHEAD = 1 << 17  # most that planes of rotation are made for before a request stands there
 
 _devices: dict[int, Device] = {}
@@ -74,10 +78,14 @@ def tiling(
     keys are soon read: a prefill tile takes eight times the rows, but its launch takes longer. That is decided by the
     lengths alone, and only for cascades whose splits are not given.
     """
-    num_kv_heads = levels[0].kv.num_kv_heads
+    kv = levels[0].kv
+    num_kv_heads = kv.num_kv_heads
     group = num_qo_heads // num_kv_heads
     few, many = DECODE_ROWS // group, max(1, PREFILL_ROWS // group)
     blocks = current_device().multiprocessors * BLOCKS_PER_MULTIPROCESSOR / num_kv_heads
+    is_hopper = paged_family("prefill", kv.kv_dtype, current_device().compute_capability) == "paged_wgmma"
+    size = head_size_class(kv.kv_dtype, kv.head_dim_qk, kv.head_dim_vo)
+    narrow = WARPGROUP_ROWS // group if is_hopper and wgmma_groups(size or 0, False, 0) == 1 else 0
     may_choose = few > 0 and len(levels) > 1 and split_size is None
     tokens, few_keys, many_keys = [], 0, 0
     for level in levels:
@@ -85,16 +93,17 @@ def tiling(
         longest = int(rows.max(initial=0))
         tile = max(1, min(few, longest))
         keys = _keys_of_tiles(rows, level.kv.kv_lens, tile)
-        if longest <= few or (may_choose and keys <= MOST_DECODE_KEYS * blocks):
+        most_keys = blocks * (MOST_KEYS_OF_FEW if longest <= narrow else MOST_DECODE_KEYS)
+        if longest <= few or (may_choose and keys <= most_keys):
             few_keys += keys
         else:
-            tile = many
+            tile = narrow if longest <= narrow and split_size is None else many
             many_keys += _keys_of_tiles(rows, level.kv.kv_lens, tile)
         tokens.append(tile)
     if len(levels) == 1 and longest <= few:
         return _decode_tiling(levels[0].kv, int(np.count_nonzero(rows)), tile, few, split_size, max_kv_len)
-    fills = paged_family("prefill", levels[0].kv.kv_dtype, current_device().compute_capability) == "paged_wgmma"
-    shares, many_shares = (max(1, round(blocks * part)) for part in _parts_of_wave(few_keys, many_keys, fills))
+    groups = 0 if not is_hopper else 2 if max(tokens) > narrow else 1
+    shares, many_shares = (max(1, round(blocks * part)) for part in _parts_of_wave(few_keys, many_keys, groups))
     return Tiling(tuple(tokens), shares, few, many_shares)
 
 
@@ -119,17 +128,24 @@ def _decode_tiling(
     return Tiling((tokens,), SHARES_AT_A_TIME * max(1, round(blocks)), few)
 
 
-def _parts_of_wave(few_keys: int, many_keys: int, fills: bool) -> tuple[float, float]:
+def _parts_of_wave(few_keys: int, many_keys: int, groups: int) -> tuple[float, float]:
     """Return which part of a wave of blocks the decode and the prefill tiles of a call fill, by the keys of both.
 
-    Where both have work, they share the multiprocessors, a block each, and the one with little to do takes fewer
-    blocks of more keys. A block of the prefill tile may fill a multiprocessor by itself (`fills`).
+    Blocks of the prefill tile have so many warp`groups`, 0 for those without matrix instructions of warpgroups. Two
+    fill a multiprocessor: then the tiles divide the multiprocessors by their work, so that both end together. Others
+    share them, a block each, and the tile with little to do takes fewer blocks of more keys.
     """
     if many_keys == 0 or few_keys == 0:
-        return 1.0, 0.5 if fills else 1.0
+        return 1.0, 0.5 if groups == 2 else 1.0
+    if groups == 2:
+        return 1.0, max(0.25, 0.5 * _share_of_time(many_keys * WIDE_KEY, few_keys))
     if many_keys > MOST_KEYS_BESIDE * few_keys:
-        return (1.0, 0.5) if fills else (0.5, 1.0)
+        return 0.5, _share_of_time(many_keys * NARROW_KEY, few_keys) if groups == 1 else 1.0
     return 1.0, 0.25 if many_keys <= few_keys / 4 else 0.5
+
+
+def _share_of_time(mine: float, other: float) -> float:
+    return mine / (mine + other)
 
 
 def _keys_of_tiles(rows: np.ndarray, kv_lens: np.ndarray, tile: int) -> int:

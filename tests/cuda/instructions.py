@@ -367,6 +367,7 @@ def _stand_ins() -> dict[str, Callable]:
         "cluster_rank": lambda: current.block.rank,
         "cluster_size": lambda: len(current.block.cluster.blocks),
         "arrive_cluster": _arrive,
+        "leave_cluster": _arrive,
         "wait_cluster": _wait_cluster,
         "remote_load_4u32_if": _remote_load_4u32_if,
         "remote_load_2f32": lambda address, rank: tuple(shared(wrap(address, 32, True), 8, rank).view(np.float32)),

@@ -26,18 +26,15 @@ CONVERSIONS = r"\.reg \.f64|ld\.global(?:\.nc)?\.f64|st\.global\.f64|cvt\.rn\.f3
 def to_compile() -> list[tuple[str, dict[str, Any]]]:
     """Return what is compiled here: an H200's kernels, and what bfloat16 takes elsewhere instead of its sisters'.
 
-    float16 differs from bfloat16 in the names of instructions only, so that one of its kernels of a family will do.
+    float16 differs from bfloat16 in the names of instructions only: it stands for the blocks of one warpgroup.
     """
     found = [
         (family, constants)
         for family, constants in specialisations(CC)
-        if family != "paged_wgmma" or constants["cache"] == "bfloat16" or constants == _SISTER
+        if family != "paged_wgmma" or (constants["cache"] == "bfloat16") == (constants["groups"] == 2)
     ]
     elsewhere = [s for s in specialisations((8, 0)) if s[0] == "paged_prefill" and s[1]["cache"] == "bfloat16"]
-    return found + [s for s in elsewhere if s[1] != {**_SISTER, "cache": "bfloat16", "head_dim": 64}]
-
-
-_SISTER = {"cache": "float16", "head_dim": 128, "full": False}
+    return found + [s for s in elsewhere if s[1] != {"cache": "bfloat16", "head_dim": 64, "full": False}]
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ HEADS = (32, 8)
 PREFILL, DECODE = 32, 4  # rows of a tile at four heads a group
 
 
-def levels_of(batch, prefix, suffix, kv_heads, rows=1):
+def levels_of(batch, prefix, suffix, kv_heads, rows=1, head_dim=8):
     """Return two levels of these lengths, for planning alone."""
-    page = np.zeros((1, 1, kv_heads, 8), np.float16)
+    page = np.zeros((1, 1, kv_heads, head_dim), np.float16)
     length = max(prefix, suffix)
     tables = np.zeros((1, length), np.int32), np.zeros((batch, length), np.int32)
     offsets = np.array([0, batch * rows]), np.arange(batch + 1) * rows
@@ -71,12 +71,25 @@ def test_lengths_decide_the_tile_and_splits_of_a_prefix(batch, prefix, heads, ro
 
 
 @pytest.mark.parametrize(
-    ("batch", "prefix", "keys", "items"), [(64, 8192, 1024, 16), (16, 32768, 2048, 16), (64, 32768, 4096, 16)]
+    ("batch", "prefix", "keys", "items"),
+    [(64, 8192, 1408, 12), (16, 32768, 2240, 15), (64, 32768, 4736, 14), (256, 8192, 4096, 16)],
 )
-def test_a_tile_that_fills_a_multiprocessor_makes_one_block_of_each(batch, prefix, keys, items, monkeypatch):
+def test_tiles_that_fill_a_multiprocessor_leave_some_to_the_suffixes(batch, prefix, keys, items, monkeypatch):
     levels = levels_of(batch, prefix, 256, 8)
     plan = plan_of(monkeypatch, levels, 32, capability=(9, 0))
     assert shape_of(plan.work_list.work, 0) == (min(batch, PREFILL), keys, items)
+
+
+@pytest.mark.parametrize(
+    ("batch", "prefix", "rows", "keys", "items"),
+    [(16, 32768, 16, 1152, 29), (16, 8192, 16, 512, 16), (16, 1024, DECODE, 256, 16), (17, 32768, PREFILL, 2240, 15)],
+)
+def test_rows_that_fit_a_warpgroup_get_two_blocks_of_each_multiprocessor(batch, prefix, rows, keys, items, monkeypatch):
+    levels = levels_of(batch, prefix, 256, 8, head_dim=128)
+    plan = plan_of(monkeypatch, levels, 32, capability=(9, 0))
+    assert shape_of(plan.work_list.work, 0) == (min(batch, rows), keys, items)
+    given = plan_of(monkeypatch, levels, 32, 512, capability=(9, 0))
+    assert given.tiling.tokens[0] == PREFILL  # so that bits do not follow from how many rows there are
 
 
 @pytest.mark.parametrize(("levels", "split_size"), [(2, 64), (1, None)])
