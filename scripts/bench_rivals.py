@@ -12,6 +12,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import bench_ggml
+import bench_openvino
 import bench_paged_rivals
 import numpy as np
 from bench_paged_rivals import contiguous, to_torch
@@ -160,6 +162,8 @@ RIVALS: Registry = {  # name: (what it imports, how it is called)
     "numpy": ("numpy", numpy_rival),
     "torch": ("torch", torch_rival),
     **bench_paged_rivals.RIVALS,
+    **bench_openvino.RIVALS,
+    **bench_ggml.RIVALS,
 }
 
 

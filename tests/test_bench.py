@@ -112,6 +112,39 @@ def test_rival_with_another_result_is_left_out():
     assert "wrong result" in bench_rivals.disagreement(np.float32([[1, 1], [1, 1.1]]), ours)
 
 
+@pytest.mark.parametrize("name", ["openvino", "ggml"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rival_with_a_graph_of_its_own_agrees_with_us(name, dtype, rows):
+    pytest.importorskip(bench_rivals.RIVALS[name][0])
+    shape = bench_shapes.Paged(batch=3, keys=71, rows=rows, **(TINY | {"dtype": dtype, "head_dim": 64}))
+    problem = problem_of(shape, np)
+    ours = bench.host_result(problem, problem.ours()[0]())
+    found, skipped = bench_rivals.contenders(problem, 2, [name], ours, bench_rivals.RIVALS)
+    assert skipped == {}
+    assert name in found
+    for calls in found.values():
+        assert len(calls) == problem.sets
+        for call in calls:
+            assert bench_rivals.disagreement(call(), ours) == ""
+
+
+def test_rival_that_is_missing_or_wrong_or_fails_is_left_out_with_the_reason():
+    def wrong(problem, threads):
+        yield "wrong", [lambda: np.zeros((2, 2))]
+
+    def failing(problem, threads):
+        raise ValueError("no such kernel")
+        yield
+
+    registry = {"missing": ("no_such_package", wrong), "wrong": ("numpy", wrong), "failing": ("numpy", failing)}
+    found, skipped = bench_rivals.contenders(None, 1, list(registry), np.ones((2, 2)), registry)
+    assert found == {}
+    assert skipped["missing"] == "not installed"
+    assert skipped["wrong"].startswith("wrong result")
+    assert skipped["failing"] == "ValueError: no such kernel"
+
+
 def test_gpu_families_take_the_bars_of_their_ratios():
     record = {"op": "cascade", "itemsize": 2, "rivals_ratio": {"flashinfer cascade": 3.5, "flashinfer flat": 1.2}}
     assert bench_report.families(record) == {"cascade, best of three": 1.2, "cascade, default": 3.5}
