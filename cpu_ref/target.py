@@ -30,7 +30,7 @@ from nbattn.work_list import KEY_BEGIN, KEY_END, ROW_BEGIN, ROW_END, SHARES_PER_
 FEW_ROWS = 16  # packed rows of a KV head up to which a task takes all heads, so that tokens are read in order
 # Packed rows of a task with one head: its accumulators and queries stay in L2, of 1 MB wherever there is AVX-512.
 MANY_ROWS = 384 if REGISTER_BYTES == 64 else 192
-SERIAL_NANOSECONDS = 100_000  # work below it is done by one thread: a second takes 20 us to start, and splits are merged
+SERIAL_NANOSECONDS = 100_000  # work below it is done by one thread: a second takes 20 us to start, splits are merged
 _LSE = Output._fields.index("lse_address")
 READ_RATE, DOT_RATE = 16.0, 50.0  # bytes and multiply-adds per nanosecond of one thread, roughly
 
