@@ -106,6 +106,11 @@ def check_levels(levels: Any, q: Array) -> tuple[tuple[Level, ...], str]:
                     f"levels[{i}].kv: must have level 0's {what} {getattr(kv_0, what)}, got {getattr(kv, what)}."
                 )
         name = "qo_indptr" if len(levels) == 1 else f"levels[{i}].qo_indptr"
+        if level.qo_indptr is None and kv.batch_size < q.shape[0]:
+            raise ContractError(
+                f"{name}: must be given where q has more rows than there are requests, got None for {q.shape[0]} rows "
+                f"and {kv.batch_size} requests."
+            )
         offsets = check_offsets(
             name, level.qo_indptr, kv.batch_size, q.shape[0], first=len(levels) == 1, library=library
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from nbattn.arrays import CACHE_DTYPES, QUANTIZED_DTYPES, QUERY_DTYPES, dtype_from_name, dtype_name
-from nbattn.errors import ContractError, TargetError
+from nbattn.engine import backend
+from nbattn.errors import ContractError
 from nbattn.gather import gather_attention
 from nbattn.kv_cache import PagedKV
 from nbattn.merging import merge_state
@@ -109,10 +111,8 @@ def _place_of(target: str) -> Any:
         return _keep
     if target not in ("cuda", "gpu"):
         raise ContractError(f'target: must be "cpu", "cuda" or "gpu", got {target!r}.')
-    try:
-        import cupy
-    except ImportError as error:
-        raise TargetError("target: CuPy is missing. Install it with: pip install 'nbattn[cuda13]'.") from error
+    backend("cuda")
+    cupy = import_module("nbattn.cuda_kernels.launch").cupy()
 
     def place(x: np.ndarray) -> Any:
         if x.dtype.itemsize == 1 and x.dtype.kind == "V":  # CuPy makes no float8 arrays, but views bytes as such
