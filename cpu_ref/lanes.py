@@ -10,10 +10,11 @@ import llvmlite.ir as ir
 from numba.core import cgutils
 
 from nbattn.cpu_ref.cpu import AHEAD_TO_L1, BFLOAT16_DOT, BFLOAT16_DOT_FEW, REGISTER_BYTES, SCALE_BY_POWER
-from nbattn.cpu_ref.number_formats import DOUBLE, ELEMENT, FLOAT, I1, I16, I32, I64, widen
-from nbattn.cpu_ref.primitives import EXP2_FLOAT32, EXP2_FLOAT64
+from nbattn.cpu_ref.number_formats import DOUBLE, ELEMENT, FLOAT, I16, I32, I64, widen
+from nbattn.cpu_ref.primitives import EXP2_FLOAT32, EXP2_FLOAT64, LOG2_FLOAT64
 
 ORDER_FREE = ("nsz", "contract", "arcp", "afn", "reassoc")  # never nnan or ninf: -inf and NaN carry meaning
+_ROOT_HALF = 0x3FE6A09E667F3BCD  # the bits of sqrt(0.5)
 TO_L1, TO_L2 = 3, 2  # localities of llvm.prefetch
 AHEAD = TO_L1 if AHEAD_TO_L1 else TO_L2
 
@@ -111,6 +112,14 @@ class Lanes:
     def store(self, value, address, align: int = 4):
         """Store a vector."""
         self.builder.store(value, self.builder.inttoptr(address, ir.PointerType())).align = align
+
+    def store_up_to(self, value, address, remaining):
+        """Store the first ``min(remaining, lanes)`` lanes of a vector, without touching memory behind them."""
+        shape, pointer = value.type, self.builder.inttoptr(address, ir.PointerType())
+        mask = self._first(shape.count, remaining)
+        name = "llvm.masked.store." + _suffix(shape) + ".p0"
+        function = self._declare(name, ir.VoidType(), [shape, ir.PointerType(), I32, mask.type])
+        self.builder.call(function, [value, pointer, ir.Constant(I32, 1), mask])
 
     def load_cache(self, address):
         """Load `count` cache elements and widen them."""
@@ -211,6 +220,25 @@ class Lanes:
         every, usual = ir.Constant(mask, -1), ir.Constant(I32, 4)  # all lanes; rounding as the environment has it
         return self.builder.call(function, [value, exponent, value, every, usual])
 
+    def log2(self, x):
+        """Return log2 of a float64 vector of positive normal numbers; NaN for NaN."""
+        b, integers = self.builder, ir.VectorType(I64, x.type.count)
+
+        def splat(number, shape=x.type):
+            return ir.Constant(shape, [number] * shape.count)
+
+        bits = b.bitcast(x, integers)
+        whole = b.ashr(b.sub(bits, splat(_ROOT_HALF, integers)), splat(52, integers))  # x / 2**whole is near 1
+        near = b.bitcast(b.sub(bits, b.shl(whole, splat(52, integers))), x.type)
+        z = b.fdiv(b.fsub(near, splat(1.0)), b.fadd(near, splat(1.0)))
+        square = b.fmul(z, z)
+        value = splat(LOG2_FLOAT64[-1])
+        fma = self._declare(f"llvm.fma.{_suffix(x.type)}", x.type, [x.type] * 3)
+        for c in reversed(LOG2_FLOAT64[:-1]):
+            value = b.call(fma, [value, square, splat(c)])
+        value = b.call(fma, [value, z, b.sitofp(whole, x.type)])
+        return b.select(b.fcmp_unordered("uno", x, x), x, value)
+
     def sum_each(self, vectors: list) -> ir.Value:
         """Return one vector whose lane i is the sum over the lanes of ``vectors[i]``, by pairwise transposition.
 
@@ -260,17 +288,19 @@ class Lanes:
 
     def _masked_load(self, shape: ir.VectorType, address, remaining):
         """Load the first `remaining` elements of a vector, 0 in the other places."""
-        flags = ir.VectorType(I1, shape.count)
-        numbers = ir.Constant(ir.VectorType(I64, shape.count), list(range(shape.count)))
-        undefined = ir.Constant(ir.VectorType(I64, shape.count), ir.Undefined)
-        first = self.builder.insert_element(undefined, remaining, ir.Constant(I32, 0))
-        zeros = ir.Constant(ir.VectorType(I32, shape.count), None)
-        bound = self.builder.shuffle_vector(first, undefined, zeros)
-        mask = self.builder.icmp_signed("<", numbers, bound)
+        mask = self._first(shape.count, remaining)
         name = "llvm.masked.load." + _suffix(shape) + ".p0"
-        function = self._declare(name, shape, [ir.PointerType(), I32, flags, shape])
+        function = self._declare(name, shape, [ir.PointerType(), I32, mask.type, shape])
         pointer = self.builder.inttoptr(address, ir.PointerType())
         return self.builder.call(function, [pointer, ir.Constant(I32, 1), mask, ir.Constant(shape, None)])
+
+    def _first(self, count: int, remaining):
+        """Return `count` flags, the first `remaining` of them true."""
+        numbers = ir.Constant(ir.VectorType(I64, count), list(range(count)))
+        undefined = ir.Constant(numbers.type, ir.Undefined)
+        first = self.builder.insert_element(undefined, remaining, ir.Constant(I32, 0))
+        bound = self.builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, count), None))
+        return self.builder.icmp_signed("<", numbers, bound)
 
     def _math(self, name: str, arity: int):
         full = f"llvm.{name}.{_suffix(self.vector)}"

@@ -155,17 +155,6 @@ def _prefetch_row(lanes: Lanes, row, size) -> None:
 
 
 @intrinsic
-def prefetch_row(typingctx, row, size):
-    """Bring `size` bytes from `row` on to L2."""
-
-    def codegen(context, builder, sig, args):
-        _prefetch_row(Lanes(builder, "float32"), *args)
-        return context.get_dummy_value()
-
-    return types.void(_BYTES, _BYTES), codegen
-
-
-@intrinsic
 def prefetch_rows(typingctx, rows, n, size):
     """Bring `size` bytes from ``rows[j]`` on to L2, for ``j < n``."""
 

@@ -32,6 +32,7 @@ def _exp2_coefficients(degree: int) -> list[float]:
 
 EXP2_FLOAT32 = [float(np.float32(c)) for c in _exp2_coefficients(5)]  # 1.5e-7 relative
 EXP2_FLOAT64 = [LN2**k / math.factorial(k) for k in range(14)]  # the Taylor series: 1e-17 at 0.5
+LOG2_FLOAT64 = [2 / (LN2 * (2 * k + 1)) for k in range(11)]  # log2(x) / z in z**2, z = (x - 1) / (x + 1)
 
 
 def _tanh_coefficients() -> list[float]:

@@ -7,7 +7,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from nbattn.cpu_ref.lanes import Lanes
-from nbattn.cpu_ref.number_formats import DTYPE_CODE, I16, I32, itemsize, to_half
+from nbattn.cpu_ref.number_formats import DOUBLE, DTYPE_CODE, FLOAT, I16, I32, itemsize, to_half
 
 
 def _widen_row(kind: str):
@@ -27,9 +27,13 @@ def _widen_row(kind: str):
     return intrinsic(widen_row)
 
 
-def _narrow(lanes: Lanes, kind: str, value: ir.Value) -> ir.Value:
-    """Round a float32 vector to nearest even in another format; a NaN stays one."""
+def narrow(lanes: Lanes, kind: str, value: ir.Value) -> ir.Value:
+    """Round a vector of the arithmetic type to nearest even in another format, by way of float32; a NaN stays one."""
     b = lanes.builder
+    if kind == "float64":
+        return b.fpext(value, ir.VectorType(DOUBLE, lanes.count)) if lanes.bytes == 4 else value
+    if lanes.bytes == 8:
+        value = b.fptrunc(value, ir.VectorType(FLOAT, lanes.count))
     if kind == "float32":
         return value
     if kind == "float16":
@@ -53,7 +57,7 @@ def _narrow_row(kind: str):
         source, target, n = args
         lanes = Lanes(builder, "float32")
         with lanes.loop(0, n, lanes.count) as (d, _):
-            value = _narrow(lanes, kind, lanes.load(lanes.add(source, lanes.mul(d, 4))))
+            value = narrow(lanes, kind, lanes.load(lanes.add(source, lanes.mul(d, 4))))
             lanes.store(value, lanes.add(target, lanes.mul(d, itemsize(kind))), align=1)
         return context.get_dummy_value()
 
@@ -65,30 +69,3 @@ def _narrow_row(kind: str):
 
 widen_float32, widen_float16, widen_bfloat16, widen_float64 = (_widen_row(kind) for kind in DTYPE_CODE)
 narrow_float32, narrow_float16, narrow_bfloat16 = (_narrow_row(kind) for kind in ("float32", "float16", "bfloat16"))
-
-
-@intrinsic
-def add_weighted_row(typingctx, kind, target, weight, source, n):
-    """``target[:n] += weight * source[:n]`` for a source of dtype `kind`; `target` is padded to whole vectors."""
-
-    def codegen(context, builder, sig, args):
-        _, target, weight, source, n = args
-        lanes = Lanes(builder, kind.tag)
-        factor = lanes.splat(weight)
-
-        def add(d, value):
-            at = lanes.add(target, lanes.mul(d, lanes.bytes))
-            lanes.store(lanes.fma(value, factor, lanes.load(at)), at)
-
-        def place(d):
-            return lanes.add(source, lanes.mul(d, itemsize(kind.tag)))
-
-        whole = builder.and_(n, lanes.const(-lanes.count))
-        with lanes.loop(0, whole, lanes.count) as (d, _):
-            add(d, lanes.load_cache(place(d)))
-        with lanes.loop(whole, n, lanes.count) as (d, _):
-            add(d, lanes.load_cache_up_to(place(d), builder.sub(n, d)))
-        return context.get_dummy_value()
-
-    number = types.float64 if kind.tag == "float64" else types.float32
-    return types.void(kind, types.int64, number, types.int64, types.int64), codegen

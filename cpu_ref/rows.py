@@ -91,8 +91,8 @@ def write_row(address, code, source, dim):
 
 
 @part
-def finish_row(output, row, qo_head, values, lse):
-    """Scale, gate, round and write the normalised `values` of one row and head, and its base-2 `lse`."""
+def finish_values(output, row, qo_head, values):
+    """Scale, gate, round and write the normalised `values` of one row and head."""
     dim = output.dim
     if output.v_scale.shape[0] > 0:
         scale = output.v_scale[kv_head_of(qo_head, output.group_size)]
@@ -103,6 +103,12 @@ def finish_row(output, row, qo_head, values, lse):
         for d in range(dim):
             values[d] *= sigmoid(read_number(place + output.gate_dim_stride * d, output.gate_code) * LOG2E)
     write_row(output.address + row * output.stride + qo_head * output.head_stride, output.code, values, dim)
+
+
+@part
+def finish_row(output, row, qo_head, values, lse):
+    """Finish the normalised `values` of one row and head, and write its base-2 `lse`."""
+    finish_values(output, row, qo_head, values)
     if output.lse_address != 0:
         place = output.lse_address + row * output.lse_stride + qo_head * output.lse_head_stride
         if output.lse_code == _FLOAT32:

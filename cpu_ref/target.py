@@ -13,7 +13,7 @@ from nbattn.cpu_ref.addresses import address_of
 from nbattn.cpu_ref.cpu import REGISTER_BYTES
 from nbattn.cpu_ref.gather_attention import gather_worker
 from nbattn.cpu_ref.merge_states import ROWS_PER_TASK, SOURCE_COLUMNS, merge_worker
-from nbattn.cpu_ref.number_formats import DTYPE_CODE
+from nbattn.cpu_ref.number_formats import DTYPE_CODE, itemsize
 from nbattn.cpu_ref.paged_attention import paged_worker
 from nbattn.cpu_ref.prepare_query import ROWS_PER_TASK as PREPARED_PER_TASK
 from nbattn.cpu_ref.prepare_query import prepare_worker
@@ -31,6 +31,7 @@ FEW_ROWS = 16  # packed rows of a KV head up to which a task takes all heads, so
 # Packed rows of a task with one head: its accumulators and queries stay in L2, of 1 MB wherever there is AVX-512.
 MANY_ROWS = 384 if REGISTER_BYTES == 64 else 192
 SERIAL_NANOSECONDS = 100_000  # work below it is done by one thread: a second takes 20 us to start, splits are merged
+_DTYPE_OF_CODE = {code: name for name, code in DTYPE_CODE.items()}
 _LSE = Output._fields.index("lse_address")
 READ_RATE, DOT_RATE = 16.0, 50.0  # bytes and multiply-adds per nanosecond of one thread, roughly
 
@@ -225,7 +226,8 @@ def run_merge(
     unit = 1.0 if lse_base == "2" else LOG2E
     s_code = DTYPE_CODE[dtype_name(sources[0][1])] if sources else 0
     bytes_read = len(rows) * len(sources) * v.shape[1] * v.shape[2] * v.dtype.itemsize
-    _run_merge(dtype_name(v), len(rows), bytes_read, v.shape[1], table, s_code, unit, rows, nothing, nothing, output)
+    name = dtype_name(v)
+    _run_merge(name, name, len(rows), bytes_read, v.shape[1], table, s_code, unit, rows, nothing, nothing, output)
 
 
 def _merge_splits(work_list: WorkList, output: Output, states: States) -> None:
@@ -235,17 +237,16 @@ def _merge_splits(work_list: WorkList, output: Output, states: States) -> None:
     table = np.array([[address_of(v), *v.strides[:2], address_of(s), *s.strides]], np.int64)
     name = dtype_name(v)
     _run_merge(
-        name, len(work_list.merge_rows), v.nbytes, v.shape[1], table, DTYPE_CODE[name], 1.0,
-        work_list.merge_rows, work_list.merge_indptr, work_list.merge_slots, output,
+        name, _DTYPE_OF_CODE[output.code], len(work_list.merge_rows), v.nbytes, v.shape[1], table,
+        DTYPE_CODE[name], 1.0, work_list.merge_rows, work_list.merge_indptr, work_list.merge_slots, output,
     )  # fmt: skip
 
 
-def _run_merge(kind: str, num_rows: int, bytes_read: int, num_heads: int, *rest: Any) -> None:
+def _run_merge(kind: str, out_kind: str, num_rows: int, bytes_read: int, *rest: Any) -> None:
     tasks = -(-num_rows // ROWS_PER_TASK)
-    size = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[kind]
     workers.run(
-        merge_worker, (kind,), tasks, _threads(bytes_read, bytes_read // size),
-        CACHE_KINDS[kind], num_heads, np.zeros(2, np.int64), tasks, *rest,
+        merge_worker, (kind, out_kind), tasks, _threads(bytes_read, bytes_read // itemsize(kind)),
+        CACHE_KINDS[kind], CACHE_KINDS[out_kind], np.zeros(2, np.int64), tasks, *rest,
     )  # fmt: skip
 
 

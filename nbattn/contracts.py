@@ -90,6 +90,15 @@ def check_offsets(
     return values
 
 
+def check_rows_owned(name: str, offsets: Array | None, batch: int, num_rows: int) -> None:
+    """Require offsets where q has rows beyond one per request: nobody would own them, and they would be zeros."""
+    if offsets is None and batch < num_rows:
+        raise ContractError(
+            f"{name}: must be given where q has more rows than there are requests, got None for {num_rows} rows "
+            f"and {batch} requests."
+        )
+
+
 def check_levels(levels: Any, q: Array) -> tuple[tuple[Level, ...], str]:
     """Return the levels with host offsets, and the library of all arrays."""
     if not isinstance(levels, (list, tuple)) or not levels:
@@ -106,11 +115,7 @@ def check_levels(levels: Any, q: Array) -> tuple[tuple[Level, ...], str]:
                     f"levels[{i}].kv: must have level 0's {what} {getattr(kv_0, what)}, got {getattr(kv, what)}."
                 )
         name = "qo_indptr" if len(levels) == 1 else f"levels[{i}].qo_indptr"
-        if level.qo_indptr is None and kv.batch_size < q.shape[0]:
-            raise ContractError(
-                f"{name}: must be given where q has more rows than there are requests, got None for {q.shape[0]} rows "
-                f"and {kv.batch_size} requests."
-            )
+        check_rows_owned(name, level.qo_indptr, kv.batch_size, q.shape[0])
         offsets = check_offsets(
             name, level.qo_indptr, kv.batch_size, q.shape[0], first=len(levels) == 1, library=library
         )

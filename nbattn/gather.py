@@ -72,6 +72,7 @@ def gather_attention(
     """
     library = contracts.check_query(q, kv)
     name = confirm_target(target, library)
+    contracts.check_rows_owned("qo_indptr", qo_indptr, kv.batch_size, q.shape[0])
     offsets = contracts.check_offsets("qo_indptr", qo_indptr, kv.batch_size, q.shape[0], first=True, library=library)
     token_indices = contracts.check_selection("token_indices", token_indices, q.shape[:1], 2, library)
     counts = contracts.check_selection("counts", counts, q.shape[:1], 1, library)

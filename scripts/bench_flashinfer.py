@@ -76,7 +76,8 @@ def rival(problem: Problem, threads: int) -> Contenders:
     """Every path of FlashInfer for the problem."""
     del threads
     if isinstance(problem, MergeProblem):
-        yield from _merge(problem)
+        if not problem.shape.in_place:  # it would overwrite what is compared
+            yield from _merge(problem)
     elif isinstance(problem, CascadeProblem):
         yield from _cascade(problem)
     elif isinstance(problem, GatherProblem):

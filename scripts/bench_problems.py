@@ -49,7 +49,7 @@ class Problem:
         raise NotImplementedError
 
     def blocks(self, index: int) -> tuple[np.ndarray, int]:
-        """Return (addresses in the order of use, bytes of each) of what a call on cache `index` reads (CPU)."""
+        """Return (addresses in the order of use, bytes of each) of the bytes of a call on cache `index` (CPU)."""
         raise NotImplementedError
 
 
@@ -272,6 +272,8 @@ class MergeProblem(Problem):
     def ours(self) -> list[Call]:
         """Return our call on each cache."""
         sums = [s.array for s in self.sums]
+        if self.shape.in_place:
+            return [lambda pair=pair: self._in_place(*pair) for pair in self.values]
         if self.shape.pair:
             (s_a, s_b) = sums
             return [lambda a=a, b=b: nbattn.merge_state(a.array, s_a, b.array, s_b) for a, b in self.values]
@@ -279,11 +281,11 @@ class MergeProblem(Problem):
 
     def check(self) -> list[testing.Comparison]:
         """Compare a few rows with the oracle."""
-        v, s = self.ours()[0]()
         rows = np.unique([0, self.shape.rows - 1])
         values, sums = ([x.host(rows) for x in xs] for xs in (self.values[0], self.sums))
         if self.shape.pair:
             values, sums = ([np.stack(xs, axis=1)] for xs in (values, sums))
+        v, s = self.ours()[0]()  # may write over what has been copied
         expected = testing.expect(oracle.merge_states, values[0], sums[0])
         bits = Data(self.xp, v.view(f"uint{8 * v.dtype.itemsize}"), self.shape.dtype)
         return [
@@ -292,10 +294,17 @@ class MergeProblem(Problem):
         ]
 
     def blocks(self, index: int) -> tuple[np.ndarray, int]:
-        """Return what a call reads."""
+        """Return what a call reads, and once more as many bytes of it as the call writes."""
         size = 4096
-        parts = [x.bits.ctypes.data + np.arange(0, x.bits.nbytes - size + 1, size) for x in self.values[index]]
-        return np.concatenate(parts), size
+        parts = [x.bits.ctypes.data + np.arange(0, x.bits.nbytes - size + 1, size)
+                 for x in (*self.values[index], *self.sums)]  # fmt: skip
+        read = np.concatenate(parts)
+        return np.concatenate([read, read[: len(read) // self.shape.states]]), size
+
+    def _in_place(self, own: Data, other: Data) -> tuple[Any, Any]:
+        v, (s, s_other) = own.array, (x.array for x in self.sums)
+        nbattn.merge_state_in_place(v, s, other.array, s_other)
+        return v, s
 
 
 def problem_of(shape: Shape, xp: Any) -> Problem:

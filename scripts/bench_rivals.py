@@ -50,7 +50,7 @@ def numpy_rival(problem: Problem, threads: int) -> Contenders:
     """NumPy as one would write it; 16-bit numbers are widened first, since BLAS knows none."""
     del threads  # its BLAS reads OPENBLAS_NUM_THREADS when it is loaded
     if isinstance(problem, MergeProblem):
-        if problem.shape.pair:
+        if problem.shape.pair and not problem.shape.in_place:  # it would overwrite what is compared
             yield "numpy", [lambda a=a, b=b: _numpy_merge(a.array, b.array, *sums(problem)) for a, b in problem.values]
         return
     if not isinstance(problem, PagedProblem) or problem.shape.ruled or problem.shape.itemsize == 1:

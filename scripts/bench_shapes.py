@@ -165,17 +165,21 @@ class Gather(Shape):
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Shape):
-    """`states` states of each of `rows` rows; `pair` takes two arrays (merge_state), else one (merge_states)."""
+    """`states` states of each of `rows` rows; `pair` takes two arrays (merge_state), else one (merge_states).
+
+    A pair `in_place` is written over its first state (merge_state_in_place).
+    """
 
     rows: int = 256
     states: int = 2
     pair: bool = False
+    in_place: bool = False
     op: str = "merge"
 
     @property
     def name(self) -> str:
         """A readable identifier."""
-        call = "merge_state" if self.pair else "merge_states"
+        call = ("merge_state_in_place" if self.in_place else "merge_state") if self.pair else "merge_states"
         return f"{call} {self.rows} x {self.states} {self.heads[0]} heads {self.dtype}"
 
     @property
@@ -198,6 +202,7 @@ def small_shapes() -> list[Shape]:
         Cascade(batch=4, prefix=128, suffix=32, **size),
         Gather(rows=4, width=64, keys=256, **size),
         Merge(rows=32, states=2, pair=True, **size),
+        Merge(rows=32, states=2, pair=True, in_place=True, **size),
         Merge(rows=32, states=4, **size),
     ]
 
@@ -224,7 +229,8 @@ def cpu_shapes() -> list[Shape]:
         Paged(rows=512, keys=4608, limit_bar=1.2, rival_bar=1.05, **wide, **two),
         Paged(rows=512, keys=4608, limit_bar=0.65, rival_bar=1.15, **two),
         Paged(rows=2048, keys=2048, limit_bar=1.2, rival_bar=1.05, **wide, **two),
-        Merge(rows=4096, pair=True, limit_bar=1 / 0.9, rival_bar=4.0, **wide, **two),
+        Merge(rows=4096, pair=True, rival_bar=4.0, **wide, **two),
+        Merge(rows=4096, pair=True, in_place=True, limit_bar=1 / 0.9, **wide, **two),
         Cascade(batch=8, prefix=4096, suffix=256),
         Cascade(batch=32, prefix=4096, suffix=256),
     ]  # fmt: skip

@@ -19,6 +19,7 @@ RESULT_KEYS = {
     "limit_bar", "rival_bar", "bars_threads",
 }  # fmt: skip
 TINY = {"heads": (4, 2), "head_dim": 16, "dtype": "float32"}
+MERGED = {"heads": (16, 16), "head_dim": 32, "dtype": "float32"}  # 4096 bytes of sums
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,8 @@ def test_wrong_result_is_not_timed(monkeypatch, tmp_path):
     arguments = ["--shapes", "small", "--ops", "merge", "--threads", "1", "--rivals", "none", "--quick"]
     assert bench.main([*arguments, "--json", str(path)]) == 1
     records = bench_report.read(str(path))
-    assert [r["shape"].split()[0] for r in records if r["kind"] == "result"] == ["merge_state"]
+    results = [r["shape"].split()[0] for r in records if r["kind"] == "result"]
+    assert results == ["merge_state", "merge_state_in_place"]
     (skipped,) = [r for r in records if r["kind"] == "skipped"]
     assert skipped["shape"].startswith("merge_states")
     assert "over the budget" in skipped["why"]
@@ -104,6 +106,32 @@ def test_limit_reads_the_bytes_that_are_counted(shape):
     assert addresses.min() >= begin
     assert addresses.max() + size <= begin + problem.caches[0].bits.nbytes
     assert all(c.passed for c in problem.check())
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        bench_shapes.Merge(rows=64, states=3, **MERGED),
+        bench_shapes.Merge(rows=64, pair=True, **MERGED),
+        bench_shapes.Merge(rows=64, pair=True, in_place=True, **MERGED),
+    ],
+    ids=lambda shape: shape.name.split()[0],
+)
+def test_limit_of_a_merge_counts_what_is_written(shape):
+    problem = problem_of(shape, np)
+    addresses, size = problem.blocks(0)
+    assert len(addresses) * size == shape.bytes
+    inputs = [x.bits for x in (*problem.values[0], *problem.sums)]
+    places = np.concatenate([np.arange(x.ctypes.data, x.ctypes.data + x.nbytes, size) for x in inputs])
+    assert set(addresses) == set(places)
+    for _ in range(2):  # the second time from what the first one has written
+        assert all(c.passed for c in problem.check())
+
+
+def test_check_of_a_merge_in_place_sees_a_wrong_result(monkeypatch):
+    problem = problem_of(bench_shapes.Merge(rows=64, pair=True, in_place=True, **MERGED), np)
+    monkeypatch.setattr(nbattn, "merge_state_in_place", lambda *_: None)
+    assert not any(c.passed for c in problem.check())
 
 
 def test_rival_with_another_result_is_left_out():

@@ -94,7 +94,7 @@ QUERY_RULES = [
     ("offsets fall", {"qo_indptr": ints(0, 4, 3)}, r"qo_indptr\[2\]: must not be below qo_indptr\[1\] = 4, got 3"),
     ("offsets end", {"qo_indptr": ints(0, 3, 6)}, r"qo_indptr\[-1\]: must be at most 5 \(rows of q\), got 6"),
     ("no offsets", {"qo_indptr": None, "kv": cache(6)}, "q: must have a row for each of the 6 requests, got 5 rows"),
-    ("rows of nobody", {"qo_indptr": None, "kv": cache(3)}, "qo_indptr: must be given .* got None for 5 rows and 3 requests"),
+    ("rows of nobody", {"qo_indptr": None, "kv": cache(3)}, "qo_indptr: must be given .* None for 5 rows and 3 requests"),
 ]
 
 COMMON_RULES = [

@@ -314,3 +314,47 @@ def test_merge_state_names_its_own_arguments():
         assert str(error.value).startswith(rule)
     with pytest.raises(nbattn.ContractError, match="lse_base"):
         nbattn.merge_state(*a, lse_base="10")
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32, np.float64])
+@pytest.mark.parametrize("count", [15, 16, 17, 33, 300])
+def test_many_states_with_empty_and_broken_ones(count, dtype):
+    rows, heads, dim = 3, 18, 70  # more heads than lanes, a row that is no whole number of vectors
+    v, s = states(rows, count, heads, dim, dtype)
+    s[:, ::7], v[:, ::7] = -INF, NAN
+    s[1, 1, 17] = NAN
+    merged = nbattn.merge_states(v, s)
+    testing.assert_close(merged, testing.expect(oracle.merge_states, v, s))
+    assert np.isnan(merged[0][1, 17]).all()
+    assert np.isfinite(merged[0][1, :17]).all()
+
+
+def test_equal_weights_of_many_states_do_not_drift():
+    v, s = states(rows=1, count=4096, heads=1, dim=8)
+    v, s = v + np.float32(3), np.zeros_like(s)
+    s[:, 0] = 1.7  # so that the equal weights are not powers of two
+    testing.assert_close(nbattn.merge_states(v, s), testing.expect(oracle.merge_states, v, s))
+
+
+@pytest.mark.parametrize("s_dtype", [np.float32, np.float64])
+def test_log_sum_exps_are_as_exact_as_their_dtype(s_dtype):
+    """Of float64 values: weights and sums are float64 then."""
+    v, s = states(rows=500, count=2, heads=9, dim=1, dtype=np.float64, s_dtype=s_dtype)
+    for base in "2e":
+        _, merged = nbattn.merge_states(v, s, lse_base=base)
+        _, expected = oracle.merge_states(v, s, lse_base=base)
+        np.testing.assert_allclose(merged, expected.astype(s_dtype), rtol=2 * np.finfo(s_dtype).eps, atol=1e-15)
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    v, s = states(rows=3000, count=3, heads=8, dim=40)
+    results, before = [], nbattn.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            nbattn.set_num_threads(threads)
+            results.append(nbattn.merge_states(v, s))
+    finally:
+        nbattn.set_num_threads(before)
+    for other in results[1:]:
+        for a, b in zip(other, results[0], strict=True):
+            np.testing.assert_array_equal(a, b)

@@ -48,6 +48,9 @@ for q_dtype, kv_dtype in (("float32", None), ("float16", None), ("bfloat16", Non
     for case in testing.CASES["paged_attention"][:24:3]:
         result = testing.run_case(case.with_dtypes(q_dtype, kv_dtype))
         shares[f"{q_dtype} {kv_dtype} {case.id}"] = result.budget_share if result.passed else 1e9
+for case in testing.CASES["merge"]:
+    result = testing.run_case(case)
+    shares[f"merge {case.id}"] = result.budget_share if result.passed else 1e9
 print(json.dumps({"bytes": cpu.REGISTER_BYTES, "dot": cpu.BFLOAT16_DOT, "halves": halves, "shares": shares}))
 """
 
@@ -122,7 +125,7 @@ def test_results_do_not_depend_on_the_cpu(name, features, dot):
     found = printed_by(PROGRAM, NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features)
     assert found["halves"]
     worst = max(found["shares"], key=found["shares"].get)
-    assert len(found["shares"]) == 32
+    assert len(found["shares"]) == 42
     assert found["shares"][worst] <= 1, worst
     assert (found["bytes"], found["dot"]) == (64 if dot else 32, dot)
 
