@@ -28,10 +28,12 @@ from nbattn.errors import ContractError, TargetError
 from nbattn.kv_cache import PagedKV
 from nbattn.page_tables import INT32_MAX, host_int64, require_index_array, snapshot
 from nbattn.problem import Level
+from nbattn.scoring import LOG2E
 
 OUT_DTYPES = ("float16", "bfloat16", "float32")
 LSE_BASES = ("2", "e")
 MOST_POSITION = 2**30  # kernels add lengths to positions in int32
+LARGEST_NUMBER = 2.0**127 / LOG2E  # in units of log2 it is still a float32
 
 
 def check_query(q: Array, kv: PagedKV) -> str:
@@ -127,6 +129,8 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> float:
     """Return a real, finite number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ContractError(f"{name}: must be a finite number, got {value!r}.")
+    if abs(value) > LARGEST_NUMBER:
+        raise ContractError(f"{name}: must be at most {LARGEST_NUMBER:.4g} in size, got {value!r}.")
     if positive and value < 0:
         raise ContractError(f"{name}: must not be negative, got {value!r}.")
     return float(value)
@@ -242,7 +246,7 @@ def check_row_ints(
     low = np.flatnonzero(ints < at_least) if at_least is not None else ()
     if len(low):
         raise ContractError(f"{name}[{low[0]}]: must be at least {at_least}, got {ints[low[0]]}.")
-    far = np.flatnonzero(np.abs(ints) > MOST_POSITION)
+    far = np.flatnonzero((ints > MOST_POSITION) | (ints < -MOST_POSITION))
     if len(far):
         raise ContractError(f"{name}[{far[0]}]: must be a position within {MOST_POSITION}, got {ints[far[0]]}.")
     return ints
@@ -267,8 +271,10 @@ def check_results(
     q: Array, head_dim_vo: int, out: Any, lse: Any, out_dtype: Any, return_lse: bool, base: str
 ) -> tuple[Array, Array | None]:
     """Return (out, lse or None): what was given if it fits, else new arrays of 0 and -inf."""
-    if base not in LSE_BASES:
+    if not isinstance(base, str) or base not in LSE_BASES:
         raise ContractError(f'lse_base: must be "2" or "e", got {base!r}.')
+    if not isinstance(return_lse, (bool, np.bool_, int)):
+        raise ContractError(f"return_lse: must be a bool, got {return_lse!r}.")
     dtype = q.dtype if out_dtype is None else dtype_from_name(out_dtype, "out_dtype")
     if dtype != q.dtype and str(dtype) not in OUT_DTYPES:
         raise ContractError(f"out_dtype: must be one of {', '.join(OUT_DTYPES)} or q's dtype, got {dtype}.")

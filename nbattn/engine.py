@@ -64,7 +64,7 @@ def run(problem: Problem, plan: Plan | None, split_size: int | None) -> tuple[Pl
     elif not isinstance(plan, Plan):
         raise ContractError(f"plan: must be a Plan, got {type(plan).__name__}. Make one with nbattn.plan(...).")
     else:
-        plan.check_call(rules, problem.levels, problem.q.shape[0])
+        plan.check_call(rules, problem.levels, problem.q.shape[0], options.kv_start, options.q_positions)
     return plan, kernels.run_paged(problem, plan)
 
 

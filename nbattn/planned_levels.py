@@ -115,7 +115,10 @@ class LevelTable:
 
     def same_lengths(self, other: LevelTable) -> bool:
         """Tell whether a `Plan` of the one serves the other."""
-        pairs = ((self.table.kv_lens, other.table.kv_lens), (self.qo_indptr, other.qo_indptr))
+        mine, others = self.table, other.table
+        pairs = (
+            (mine.kv_lens, others.kv_lens), (mine.kv_indptr, others.kv_indptr), (self.qo_indptr, other.qo_indptr),
+        )  # fmt: skip
         return self.causal == other.causal and all(np.array_equal(a, b) for a, b in pairs)
 
 

@@ -130,14 +130,14 @@ class Plan:
                 f"Plan.update: must keep {len(self.rules.causal)} level(s) and at most {self.num_rows} rows, "
                 f"got {len(levels)} and {num_rows}."
             )
-        before, call = (self.lengths, self.places, self.work_list), self.last_call
+        before, call = (self.lengths, self.places, self.work_list, self.given), self.last_call
         self._fill(levels, start, positions)
         try:
             self._check_room(levels)
             if self.on_target is not None:
                 self.on_target.refill(self, levels)
         except ContractError:
-            self.lengths, self.places, self.work_list = before
+            self.lengths, self.places, self.work_list, self.given = before
             raise
         same_rows = all(np.array_equal(x.qo_indptr, y.qo_indptr) for x, y in zip(before[0], self.lengths, strict=True))
         if call is not None and same_rows and start is None and positions is None:
@@ -165,6 +165,7 @@ class Plan:
         self.lengths = [
             LevelLengths(level.kv.kv_lens, level.kv.kv_indptr[:-1], level.qo_indptr, level.causal) for level in levels
         ]
+        self.given = kv_start, q_positions
         self.places = place_rows(self.lengths, self.num_rows, kv_start, q_positions)
         self.work_list = self._build(self.lengths, self.places)
 
@@ -174,20 +175,26 @@ class Plan:
             split_size=self.rules.split_size, **self.tiling.cuts,
         )  # fmt: skip
 
-    def check_call(self, rules: PlanRules, levels: tuple[Any, ...], num_rows: int) -> None:
-        """Refuse a call whose options or tables are not the planned ones."""
+    def check_call(
+        self, rules: PlanRules, levels: tuple[Any, ...], num_rows: int, kv_start: Any = None, q_positions: Any = None
+    ) -> None:
+        """Refuse a call whose options, positions or tables are not the planned ones."""
         for field in fields(PlanRules):
             planned, given = getattr(self.rules, field.name), getattr(rules, field.name)
             if planned != given and not (field.name == "split_size" and given is None):
                 raise ContractError(
                     f"{field.name}: must be the plan's {planned}, got {given}. Plan with the same options."
                 )
+        for name, planned, given in zip(("kv_start", "q_positions"), self.given, (kv_start, q_positions), strict=True):
+            if given is not None and (planned is None or not np.array_equal(planned, given[: len(planned)])):
+                raise ContractError(f"{name}: must be the plan's, got others. Plan with the same, or leave them out.")
         if num_rows < self.num_rows:
             raise ContractError(f"q: must have at least the plan's {self.num_rows} rows, got {num_rows}.")
         for i, (level, planned) in enumerate(zip(levels, self.lengths, strict=True)):
             if not _same_lengths(level, planned):
                 raise ContractError(
-                    f"plan: must be made for this call's lengths and offsets, level {i} differs. Call plan.update(...)."
+                    f"plan: must be made for this call's lengths, offsets and table widths, level {i} differs. "
+                    "Call plan.update(...)."
                 )
 
     def is_for(self, levels: tuple[Any, ...]) -> bool:
@@ -207,4 +214,5 @@ class Plan:
 
 def _same_lengths(level: Any, planned: LevelLengths) -> bool:
     same = level.kv.kv_lens is planned.kv_lens or np.array_equal(level.kv.kv_lens, planned.kv_lens)
+    same = same and np.array_equal(level.kv.kv_indptr[:-1], planned.page_begin)  # work items know where page ids start
     return same and np.array_equal(level.qo_indptr, planned.qo_indptr)

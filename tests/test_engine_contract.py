@@ -94,13 +94,19 @@ QUERY_RULES = [
     ("offsets fall", {"qo_indptr": ints(0, 4, 3)}, r"qo_indptr\[2\]: must not be below qo_indptr\[1\] = 4, got 3"),
     ("offsets end", {"qo_indptr": ints(0, 3, 6)}, r"qo_indptr\[-1\]: must be at most 5 \(rows of q\), got 6"),
     ("no offsets", {"qo_indptr": None, "kv": cache(6)}, "q: must have a row for each of the 6 requests, got 5 rows"),
-    ("rows of nobody", {"qo_indptr": None, "kv": cache(3)}, "qo_indptr: must be given .* None for 5 rows and 3 requests"),
+    (
+        "rows of nobody",
+        {"qo_indptr": None, "kv": cache(3)},
+        "qo_indptr: must be given .* None for 5 rows and 3 requests",
+    ),
 ]
 
 COMMON_RULES = [
     ("scale text", {"sm_scale": "1"}, "sm_scale: must be a finite number, got '1'"),
     ("scale nan", {"sm_scale": float("nan")}, "sm_scale: must be a finite number, got nan"),
     ("scale bool", {"sm_scale": True}, "sm_scale: must be a finite number, got True"),
+    ("scale of no float32", {"sm_scale": 3e38}, r"sm_scale: must be at most 1\.179e\+38 in size, got 3e\+38"),
+    ("lse wanted by an array", {"return_lse": np.array([True, False])}, "return_lse: must be a bool, got array"),
     ("sinks list", {"sinks": [0.0] * 4}, "sinks: must be a NumPy or CuPy array, got list"),
     ("sinks length", {"sinks": zeros(3)}, r"sinks: must be \[4\] \(num_qo_heads\), got shape \(3,\)"),
     ("sinks axes", {"sinks": zeros(1, 4)}, r"sinks: must be \[4\] \(num_qo_heads\), got shape \(1, 4\)"),
@@ -192,6 +198,11 @@ PAGED_RULES = [
     ("start dtype", {"kv_start": zeros(2)}, "kv_start: must be int32"),
     ("positions length", {"q_positions": ints(0, 1)}, r"q_positions: must be \[5\], got shape \(2,\)"),
     ("positions dtype", {"q_positions": zeros(5)}, "q_positions: must be int32"),
+    (
+        "lowest position",
+        {"q_positions": np.array([-(2**63), 0, 1, 2, 3])},
+        r"q_positions\[0\]: must be a position within",
+    ),
     ("plan type", {"plan": object()}, r"plan: must be a Plan, got object\. Make one with nbattn\.plan"),
 ]
 

@@ -224,13 +224,15 @@ DISAGREEMENTS = [
     (
         "lengths",
         {"kv": cache(lens=[9, 7])},
-        r"plan: must be made for this call's lengths and offsets, level 0 differs\.",
+        r"plan: must be made for this call's lengths, offsets and table widths, level 0 differs\.",
     ),
     (
         "offsets",
         {"qo_indptr": ints(0, 2, 5)},
-        "plan: must be made for this call's lengths and offsets, level 0 differs",
+        "plan: must be made for this call's lengths, offsets and table widths, level 0 differs",
     ),
+    ("start", {"kv_start": ints(1, 0)}, "kv_start: must be the plan's, got others"),
+    ("positions", {"q_positions": ints(0, 1, 2, 3, 4)}, "q_positions: must be the plan's, got others"),
     (
         "rows",
         {"q": zeros(3, HEADS, DIM), "qo_indptr": ints(0, 3, 3), "out": None},
@@ -265,3 +267,40 @@ def test_an_update_must_fit_its_plan():
     with pytest.raises(ContractError, match=r"^Plan\.update: needs 18 page-table entries, the plan holds 2"):
         plan.update(wide, ints(0, 3, 5))
     plan.update(cache(lens=[2, 1]), ints(0, 3, 5))  # still in use
+
+
+def tables_of_two_widths():
+    """Return two caches with the same values: block tables of two and of four columns over the same pages."""
+    k, v = zeros(16, 1, 1, 1), np.arange(16, dtype=np.float32).reshape(16, 1, 1, 1)
+    lens = ints(2, 2)
+    narrow = nbattn.PagedKV.from_block_table(k, v, np.array([[0, 1], [2, 3]], np.int32), lens)
+    wide = nbattn.PagedKV.from_block_table(k, v, np.array([[0, 1, 9, 9], [2, 3, 9, 9]], np.int32), lens)
+    return narrow, wide
+
+
+def test_a_plan_is_for_tables_of_its_width():
+    narrow, wide = tables_of_two_widths()
+    q = zeros(2, 1, 1)
+    assert nbattn.paged_attention(q, wide).ravel().tolist() == [0.5, 2.5]
+    with pytest.raises(ContractError, match=r"^plan: must be made for"):
+        nbattn.paged_attention(q, wide, plan=nbattn.plan(narrow, num_qo_heads=1))
+
+
+def test_a_kept_plan_is_for_tables_of_its_width():
+    narrow, wide = tables_of_two_widths()
+    own = nbattn.PagedKV.from_slots(narrow.k, narrow.v, ints(1, 1))
+    rows = ints(0, 1, 2)
+    first, second = (
+        nbattn.cascade_attention(zeros(2, 1, 1), [nbattn.Level(top, rows), nbattn.Level(own, rows, True)])
+        for top in (narrow, wide)
+    )
+    assert first.tobytes() == second.tobytes()
+    np.testing.assert_allclose(first.ravel(), [1 / 3, 2], rtol=1e-6)
+
+
+def test_positions_of_a_plan_may_be_left_out():
+    k, v = zeros(1, 16, 1, 1), np.arange(16, dtype=np.float32).reshape(1, 16, 1, 1)
+    kv = nbattn.PagedKV.from_slots(k, v, ints(16))
+    plan = nbattn.plan(kv, num_qo_heads=1, q_positions=ints(1))
+    for positions in (None, ints(1)):
+        assert nbattn.paged_attention(zeros(1, 1, 1), kv, plan=plan, q_positions=positions).item() == 0.5
