@@ -21,6 +21,7 @@ from nbattn.cpu_ref.tiles import (
     KEYS,
     score_tile_1,
     score_tile_4,
+    score_tile_heads,
     tile_keys,
     value_tile_1,
     value_tile_1_select,
@@ -77,9 +78,18 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, sc
     behind it are the cache's; `idle` lists `KEYS` places where a prefetch costs nothing.
     """
     lanes, size, step = _tile_constants(kind)
+    of_heads = heads // 4 * 4 if rows == 1 else 0  # those that are taken four at once, with a row each
+    if of_heads > 0:
+        together = tokens_together(slot_stride, step)
+        for begin in range(0, KEYS, together):
+            for head in range(0, of_heads, 4):
+                for j in range(begin, begin + together, step):
+                    score_tile_heads(kind, q + head * q_stride, q_stride, key_rows + 8 * j, head * k_head_stride,
+                                     k_head_stride, dim, scale, s + j * s_stride + head * size, s_stride,
+                                     coming + 8 * j, head * coming_head_stride)  # fmt: skip
     together = tokens_together(slot_stride, step) if rows > 1 else KEYS
     for begin in range(0, KEYS, together):
-        for head in range(heads):
+        for head in range(of_heads, heads):
             k_head = head * k_head_stride
             for j in range(begin, begin + together, step):
                 keys, column = key_rows + 8 * j, s + j * s_stride
@@ -88,12 +98,12 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, sc
                 while done < rows:
                     row = head * rows + done
                     if rows - done > 1:  # fewer than four: others are the next head's, written again later, or padding
-                        score_tile_4(kind, q + row * q_stride, q_stride, keys, k_head, dim, scale, column + row * size,
-                                     s_stride, ahead, ahead_head)  # fmt: skip
+                        score_tile_4(kind, q + row * q_stride, q_stride, keys, k_head, k_head_stride, dim, scale,
+                                     column + row * size, s_stride, ahead, ahead_head)  # fmt: skip
                         done += 4
                     else:
                         if j % lanes == 0:
-                            score_tile_1(kind, q + row * q_stride, q_stride, keys, k_head, dim, scale,
+                            score_tile_1(kind, q + row * q_stride, q_stride, keys, k_head, k_head_stride, dim, scale,
                                          column + row * size, s_stride, ahead, ahead_head)  # fmt: skip
                         done += 1
                     ahead, ahead_head = idle, np.int64(0)
