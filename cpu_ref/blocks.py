@@ -13,7 +13,7 @@ from nbattn.cpu_ref import primitives  # noqa: F401 - registers the CPU versions
 from nbattn.cpu_ref.compiling import inlined, part
 from nbattn.cpu_ref.lanes import lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import address_of
-from nbattn.cpu_ref.packing import pack_weights
+from nbattn.cpu_ref.packing import fill_ones, pack_weights
 from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.rows import ROW_MULTIPLE
 from nbattn.cpu_ref.scratch import zeros
@@ -114,7 +114,7 @@ def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_
                  alpha, select, coming, idle):  # fmt: skip
     """Scale the accumulators of all packed rows by `alpha` and add the weighted values of `n` keys.
 
-    With `select` a weight of 0 marks a dropped key, whose value is never used.
+    With `select` a weight of 0 marks a dropped key, whose value is never used. `alpha` is 1 afterwards.
     """
     _, size, _ = _tile_constants(kind)
     if select == 0:
@@ -129,12 +129,11 @@ def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_
             while done < rows:
                 row = head * rows + done
                 here, weights, factors = acc + row * acc_stride, p + row * size, alpha + row * size
-                left = rows - done
                 if select != 0:
                     value_tile_1_select(kind, here, acc_stride, weights, p_stride, value_rows, v_head, begin, end, dim,
                                         factors, ahead, ahead_head)  # fmt: skip
                     done += 1
-                elif left >= 4:
+                elif rows - done >= 4:
                     value_tile_4(kind, here, acc_stride, weights, p_stride, value_rows, v_head, begin, end, dim,
                                  factors, ahead, ahead_head)  # fmt: skip
                     done += 4
@@ -143,6 +142,8 @@ def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_
                                  factors, ahead, ahead_head)  # fmt: skip
                     done += 1
                 ahead, ahead_head = idle, np.int64(0)
+        if begin == 0:
+            fill_ones(kind, alpha, padded(heads * rows))
 
 
 @part

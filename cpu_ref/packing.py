@@ -179,6 +179,20 @@ def prefetch_rows(typingctx, rows, n, size):
 
 
 @intrinsic
+def fill_ones(typingctx, kind, place, n):
+    """``place[:n] = 1`` of the kind's arithmetic type, for whole vectors."""
+
+    def codegen(context, builder, sig, args):
+        _, place, n = args
+        lanes = Lanes(builder, kind.tag)
+        with lanes.loop(0, n, lanes.count) as (i, _):
+            lanes.store(lanes.splat(1.0), lanes.add(place, lanes.mul(i, lanes.bytes)))
+        return context.get_dummy_value()
+
+    return types.void(kind, _BYTES, _BYTES), codegen
+
+
+@intrinsic
 def pack_weights(typingctx, kind, p, p_stride, n, rows):
     """Round the weights to bfloat16 and put those of two keys side by side; nothing for kinds without pairs.
 

@@ -115,24 +115,24 @@ def _value_tile(queries: int, select: bool = False):
             size = itemsize(kind)
             width = value_vectors(kind)
             at_once = 2 if lanes.dot else 1  # keys
-            scaling = builder.icmp_signed("==", begin, lanes.const(0))
+            first, last, all_steps = (
+                builder.lshr(x, lanes.const(at_once - 1)) for x in (begin, end, lanes.add(end, at_once - 1))
+            )  # of pairs of keys with `dot`: an odd last key is by itself
 
-            def values_of(j, d, vectors, ragged):
-                """Load one key's vectors of the slice at `d`; with `dot`, pairs of two keys' numbers."""
-                entries = [lanes.add(rows, lanes.mul(lanes.add(j, i), 8)) for i in range(at_once)]
+            def values_of(addresses, d, vectors, ragged):
+                """Load a key's vectors of the slice at `d`; with `dot` the pairs of two keys', or of one's and 0."""
                 inside = lanes.add(head, lanes.mul(d, size))
-                at = [lanes.add(lanes.load_as(I64, entry, 8), inside) for entry in entries]
+                at = [lanes.add(address, inside) for address in addresses]
                 left = builder.sub(dim, d)
                 if not lanes.dot:
                     if ragged:
                         return [lanes.load_cache_up_to(at[0], left)]
                     return [lanes.load_cache(lanes.add(at[0], t * lanes.count * size)) for t in range(vectors)]
-                there = builder.icmp_signed("<", lanes.add(j, 1), end)  # an odd last key is paired with zeros
                 pairs = []
                 for t in range(0, vectors, 2):
                     place = [lanes.add(address, t * lanes.count * size) for address in at]
-                    x, y = (lanes.load_words_up_to(p, left) if ragged else lanes.load_words(p) for p in place)
-                    pairs += lanes.interleave(x, builder.select(there, y, ir.Constant(y.type, None)))
+                    words = [lanes.load_words_up_to(p, left) if ragged else lanes.load_words(p) for p in place]
+                    pairs += lanes.interleave(words[0], words[1] if len(words) > 1 else ir.Constant(lanes.words, None))
                 return pairs[:vectors]
 
             def slice_of(d, vectors, ragged=False):
@@ -146,14 +146,18 @@ def _value_tile(queries: int, select: bool = False):
                 ]
                 # these keys are summed by themselves: equal weights round alike, and long sequential sums would drift
                 sums = [[lanes.variable(lanes.splat(0.0)) for _ in place[i]] for i in range(queries)]
-                with lanes.loop(begin, end, at_once) as (j, _):
-                    for i in range(at_once):
-                        entry = lanes.mul(lanes.add(j, i), 8)
-                        ahead = lanes.add(lanes.add(lanes.load_as(I64, lanes.add(coming, entry), 8), coming_head), here)
+
+                def add(step, keys):
+                    def listed(table):
+                        places = [lanes.mul(lanes.add(lanes.mul(step, at_once), i), 8) for i in range(keys)]
+                        return [lanes.load_as(I64, lanes.add(table, place), 8) for place in places]
+
+                    for row in listed(coming):
+                        ahead = lanes.add(lanes.add(row, coming_head), here)
                         for line in range(0, vectors * lanes.count * size, LINE_BYTES):
                             lanes.prefetch(lanes.add(ahead, line), AHEAD)
-                    values = values_of(j, d, vectors, ragged)
-                    weights = lanes.add(p, lanes.mul(p_stride, builder.lshr(j, lanes.const(at_once - 1))))
+                    values = values_of(listed(rows), d, vectors, ragged)
+                    weights = lanes.add(p, lanes.mul(p_stride, step))
                     for i in range(queries):
                         weight = lanes.load_weight(lanes.add(weights, i * lanes.bytes))
                         dropped = builder.fcmp_ordered("==", weight, lanes.splat(0.0)) if select else None
@@ -161,9 +165,14 @@ def _value_tile(queries: int, select: bool = False):
                             old = lanes.read(sums[i][t])
                             new = lanes.multiply_add(weight, values[t], old)
                             builder.store(builder.select(dropped, old, new) if select else new, sums[i][t])
+
+                with lanes.loop(first, last, 1) as (step, _):
+                    add(step, at_once)
+                if lanes.dot:
+                    with lanes.loop(last, all_steps, 1) as (step, _):
+                        add(step, 1)
                 for i in range(queries):
                     factor = lanes.load_splat(lanes.add(alpha, i * lanes.bytes))
-                    factor = builder.select(scaling, factor, lanes.splat(1.0))
                     for at, total in zip(place[i], sums[i], strict=True):
                         lanes.store(lanes.fma(lanes.load(at), factor, lanes.read(total)), at)
 
@@ -180,9 +189,8 @@ def _value_tile(queries: int, select: bool = False):
                    coming_head):  # fmt: skip
         """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j]`` over ``begin <= j < end``, ``i < queries``.
 
-        `alpha` counts for a block's first keys only, where `begin` is 0. Row j of V starts at ``rows[j] + head``; `acc`
-        rows are padded to whole vectors; prefetch ``coming[j] + coming_head``. For a kind that `uses_dot`, `begin` is
-        even and p is what `pack_weights` makes of the weights.
+        Row j of V starts at ``rows[j] + head``; `acc` rows are padded to whole vectors; prefetch ``coming[j] +
+        coming_head``. For a kind that `uses_dot`, `begin` is even and p is what `pack_weights` makes of the weights.
         """
         return types.void(kind, *[_BYTES] * 12), codegen_for(kind.tag)
 
