@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numba.extending import overload
 
-from nbattn.cpu_ref.blocks import number_type, query_operand, score_heads, weigh_values
+from nbattn.cpu_ref.blocks import number_type, query_operand, score_heads, tokens_ahead, weigh_values
 from nbattn.cpu_ref.compiling import inlined
 from nbattn.cpu_ref.many_rows import (
     PANEL_KEYS,
@@ -176,20 +176,21 @@ def _score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, o
     def few(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
             scale, s, values, value_dim):  # fmt: skip
         score_heads(kind, operand[0], operand[1], heads, rows, keys.rows, keys.head_stride, dim, scale, address_of(s),
-                    s.strides[0], keys.coming, keys.head_stride, keys.slot_stride, places.idle)  # fmt: skip
+                    s.strides[0], keys.rows, keys.head_stride, values.head_stride, keys.slot_stride,
+                    places.idle)  # fmt: skip
 
     def few_full(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
                  scale, s, values, value_dim):  # fmt: skip
         if rules.cos.shape[0] == 0:
             score_heads(kind, operand[0], operand[1], heads, rows, keys.rows, keys.head_stride, dim, scale,
-                        address_of(s), s.strides[0], keys.coming, keys.head_stride, keys.slot_stride,
-                        places.idle)  # fmt: skip
+                        address_of(s), s.strides[0], keys.rows, keys.head_stride, values.head_stride,
+                        keys.slot_stride, places.idle)  # fmt: skip
         else:
             rotate_keys(kind, rules, rotated, keys.rows, KEYS, heads, block.head_begin, keys.head_stride, size, dim,
                         block.position, block.n)  # fmt: skip
             score_heads(number_kind, address_of(q), q.strides[0], heads, rows, places.rotated,
-                        KEYS * places.rotated_bytes, dim, scale, address_of(s), s.strides[0], keys.coming,
-                        keys.head_stride, keys.slot_stride, places.idle)  # fmt: skip
+                        KEYS * places.rotated_bytes, dim, scale, address_of(s), s.strides[0], keys.rows,
+                        keys.head_stride, values.head_stride, keys.slot_stride, places.idle)  # fmt: skip
 
     def many(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
              scale, s, values, value_dim):  # fmt: skip
@@ -222,7 +223,7 @@ def _weigh_block(tile, kind, places, acc, heads, rows, p, block, values, dim, al
     def few(tile, kind, places, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
         weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(p), p.strides[0], values.rows,
                      values.head_stride, values.slot_stride, block.n, dim, address_of(alpha), np.int64(select),
-                     values.coming, places.idle)  # fmt: skip
+                     keys.coming, keys.head_stride, tokens_ahead(keys.slot_stride), places.idle)  # fmt: skip
 
     def many(tile, kind, places, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
         weigh_panels(kind, places, address_of(acc), acc.strides[0], rows, address_of(p), p.strides[0],

@@ -61,7 +61,7 @@ def _tile_constants_of(kind):
 def tokens_together(slot_stride, least):
     """Return how many tokens of a block are taken of one head before the next head: a divisor of `KEYS`.
 
-    Rows are used, and those of the next block prefetched, nearly as they lie in memory.
+    Rows are used, and prefetched `tokens_ahead`, nearly as they lie in memory.
     """
     tokens = KEYS
     while tokens > least and tokens * slot_stride > SPAN_BYTES:
@@ -69,31 +69,42 @@ def tokens_together(slot_stride, least):
     return tokens
 
 
+@part
+def tokens_ahead(slot_stride):
+    """Return how many tokens ahead of its use a row is prefetched: little enough that it stays in L1 until then.
+
+    The rows of a block are used K first, then V; behind them come those of the next block.
+    """
+    return min(2 * tokens_together(slot_stride, LEAST_VALUES), KEYS)
+
+
 @inlined
-def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, scale, s, s_stride, coming,
-                coming_head_stride, slot_stride, idle):  # fmt: skip
+def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, scale, s, s_stride, listed,
+                k_ahead, v_ahead, slot_stride, idle):  # fmt: skip
     """Fill ``s[j, row]`` with ``scale * q[row] @ k[j]`` for the `KEYS` keys of a block and all packed rows.
 
-    `coming` lists the `KEYS` K rows of the next block, which are brought to the cache meanwhile, and the two strides
-    behind it are the cache's; `idle` lists `KEYS` places where a prefetch costs nothing.
+    `listed` lists the `KEYS` cached rows of K and, behind them, of V, which are brought to L1 meanwhile; `k_ahead` and
+    `v_ahead` are their strides from head to head. `idle` lists `KEYS` places where a prefetch costs nothing.
     """
     lanes, size, step = _tile_constants(kind)
+    distance = tokens_ahead(slot_stride)
     of_heads = heads // 4 * 4 if rows == 1 else 0  # those that are taken four at once, with a row each
     if of_heads > 0:
         together = tokens_together(slot_stride, step)
         for begin in range(0, KEYS, together):
             for head in range(0, of_heads, 4):
                 for j in range(begin, begin + together, step):
+                    ahead_stride = k_ahead if j + distance < KEYS else v_ahead
                     score_tile_heads(kind, q + head * q_stride, q_stride, key_rows + 8 * j, head * k_head_stride,
                                      k_head_stride, dim, scale, s + j * s_stride + head * size, s_stride,
-                                     coming + 8 * j, head * coming_head_stride)  # fmt: skip
+                                     listed + 8 * (j + distance), head * ahead_stride)  # fmt: skip
     together = tokens_together(slot_stride, step) if rows > 1 else KEYS
     for begin in range(0, KEYS, together):
         for head in range(of_heads, heads):
             k_head = head * k_head_stride
             for j in range(begin, begin + together, step):
                 keys, column = key_rows + 8 * j, s + j * s_stride
-                ahead, ahead_head = coming + 8 * j, head * coming_head_stride
+                ahead, ahead_head = listed + 8 * (j + distance), head * (k_ahead if j + distance < KEYS else v_ahead)
                 done = 0
                 while done < rows:
                     row = head * rows + done
@@ -111,20 +122,24 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, sc
 
 @inlined
 def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_head_stride, slot_stride, n, dim,
-                 alpha, select, coming, idle):  # fmt: skip
+                 alpha, select, coming, k_head_stride, distance, idle):  # fmt: skip
     """Scale the accumulators of all packed rows by `alpha` and add the weighted values of `n` keys.
 
-    With `select` a weight of 0 marks a dropped key, whose value is never used. `alpha` is 1 afterwards.
+    With `select` a weight of 0 marks a dropped key, whose value is never used. `alpha` is 1 afterwards. `coming` lists
+    the K rows of the next block; rows of V and these are brought to L1 `distance` tokens ahead.
     """
     _, size, _ = _tile_constants(kind)
     if select == 0:
         pack_weights(kind, p, p_stride, n, padded(heads * rows))
-    together = tokens_together(slot_stride, LEAST_VALUES)
+    together = min(tokens_together(slot_stride, LEAST_VALUES), distance)
     for begin in range(0, n, together):
         end = min(begin + together, n)
+        listed, ahead_stride = value_rows + 8 * distance, v_head_stride
+        if begin + distance >= KEYS:
+            listed, ahead_stride = coming + 8 * (distance - KEYS), k_head_stride
         for head in range(heads):
             v_head = head * v_head_stride
-            ahead, ahead_head = coming, v_head
+            ahead, ahead_head = listed, head * ahead_stride
             done = 0
             while done < rows:
                 row = head * rows + done

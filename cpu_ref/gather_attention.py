@@ -17,6 +17,7 @@ from nbattn.cpu_ref.blocks import (
     query_bits,
     query_operand,
     score_heads,
+    tokens_ahead,
     weigh_values,
 )
 from nbattn.cpu_ref.compiling import kernel, part
@@ -121,12 +122,12 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
             n_next, here = _find_tokens(coming, level, tokens, here, end, page_begin, kv_len)
             after = coming if n_next > 0 else now
             score_heads(kind, operand[0], operand[1], heads, group, now, k_head, queries.dim, queries.scale,
-                        address_of(s), s.strides[0], after, k_head, level[K_SLOT], idle)  # fmt: skip
+                        address_of(s), s.strides[0], now, k_head, v_head, level[K_SLOT], idle)  # fmt: skip
             softmax_block(kind, address_of(s), s.strides[0], n, padded(num_rows), address_of(m), address_of(d_sum),
                           address_of(alpha))  # fmt: skip
             weigh_values(kind, address_of(acc), acc.strides[0], heads, group, address_of(s), s.strides[0],
                          now + 8 * KEYS, v_head, level[V_SLOT], n, output.dim, address_of(alpha), 0,
-                         after + 8 * KEYS, idle)  # fmt: skip
+                         after, k_head, tokens_ahead(level[K_SLOT]), idle)  # fmt: skip
             summed += n
             if n_next <= 0 or summed >= FOLD_KEYS:
                 fold(total, total_sum, total_m, acc, d_sum, m, num_rows, output.dim)
