@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numba.extending import overload
 
-from nbattn.cpu_ref.blocks import number_type, query_operand, score_heads, weigh_values
+from nbattn.cpu_ref.blocks import number_type, query_operand, score_heads, tokens_ahead, weigh_values
 from nbattn.cpu_ref.compiling import inlined
 from nbattn.cpu_ref.many_rows import (
     PANEL_KEYS,
@@ -32,12 +32,20 @@ from nbattn.cpu_ref.scratch import zeros
 from nbattn.cpu_ref.tiles import KEYS
 
 
+class Places(NamedTuple):
+    """Where a task of few rows finds lists of rows: addresses of int64 [KEYS]."""
+
+    idle: int  # where a prefetch costs nothing
+    rotated: int  # rotated keys
+    rotated_bytes: int  # of a row
+
+
 class FewRows(NamedTuple):
     """Scratch of a task of few rows."""
 
-    idle: np.ndarray  # int64 [KEYS]: places where a prefetch costs nothing
-    rotated_rows: np.ndarray  # int64 [KEYS]: where rotated keys lie
-    rotated: np.ndarray  # number [max_heads * KEYS, dim], or without rows
+    lists: np.ndarray  # int64 [2, KEYS]
+    keys: np.ndarray  # number [max_heads * KEYS, dim]: rotated, or without rows
+    places: Places
 
 
 class ManyRows(NamedTuple):
@@ -46,7 +54,7 @@ class ManyRows(NamedTuple):
     queries: np.ndarray  # number [rows, dim]: panels of packed queries
     keys: np.ndarray  # number [PANEL_KEYS, dim]: packed, or rotated
     values: np.ndarray  # number [dim / width * PANEL_KEYS, width]: panels of packed values
-    panels: Panels  # where they lie
+    places: Panels
 
 
 class Block(NamedTuple):
@@ -56,16 +64,16 @@ class Block(NamedTuple):
     n: int
     position: int  # of the first
     head_begin: int
-    first: np.ndarray  # int64 [rows]: the keys that each row sees
-    end: np.ndarray
+    first: int  # addresses of int64 [rows]: the keys that each row sees
+    end: int
     whole: bool  # all rows see all keys
 
 
 class Side(NamedTuple):
     """Where the rows of K or V lie."""
 
-    rows: np.ndarray  # int64 [keys]: of this block and the task's first head
-    coming: np.ndarray  # of the next block
+    rows: int  # address of int64 [keys]: of this block and the task's first head
+    coming: int  # of the next block
     head_stride: int
     slot_stride: int
 
@@ -89,13 +97,13 @@ def make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
 @overload(make_scratch)
 def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
     def few(tile, kind, q, rotating, max_heads, dim, value_dim):
-        places = zeros(np.int64, 2, KEYS)
-        idle, rotated_rows = places[0], places[1]
-        rotated = zeros(number_type(kind), max_heads * KEYS if rotating else 0, q.shape[1])
+        lists = zeros(np.int64, 2, KEYS)
+        keys = zeros(number_type(kind), max_heads * KEYS if rotating else 0, q.shape[1])
         for j in range(KEYS):
-            idle[j] = address_of(q)
-            rotated_rows[j] = address_of(rotated) + j * rotated.strides[0]
-        return FewRows(idle, rotated_rows, rotated)
+            lists[0, j] = address_of(q)
+            lists[1, j] = address_of(keys) + j * keys.strides[0]
+        idle = address_of(lists)
+        return FewRows(lists, keys, Places(idle, idle + lists.strides[0], keys.strides[0]))
 
     def many(tile, kind, q, rotating, max_heads, dim, value_dim):
         number, width = number_type(kind), panel_constants(kind)[1]
@@ -123,17 +131,17 @@ def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits,
         return query_operand(kind, q, bits, rows, dim)
 
     def many(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
-        pack_query_panels(kind, q, rows, dim, scratch.panels.queries)
-        pack_key_share(kind, scratch.panels, Listed(address_of(key_rows), n), dim, 0, 1)
-        return scratch.panels.queries, 0
+        pack_query_panels(kind, q, rows, dim, scratch.places.queries)
+        pack_key_share(kind, scratch.places, Listed(key_rows, n), dim, 0, 1)
+        return scratch.places.queries, 0
 
     def many_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
         if rotating:  # keys are rotated in the arithmetic type
-            pack_queries(number_kind, address_of(q), q.strides[0], rows, dim, scratch.panels.queries)
+            pack_queries(number_kind, address_of(q), q.strides[0], rows, dim, scratch.places.queries)
         else:
-            pack_query_panels(kind, q, rows, dim, scratch.panels.queries)
-            pack_key_share(kind, scratch.panels, Listed(address_of(key_rows), n), dim, 0, 1)
-        return scratch.panels.queries, 0
+            pack_query_panels(kind, q, rows, dim, scratch.places.queries)
+            pack_key_share(kind, scratch.places, Listed(key_rows, n), dim, 0, 1)
+        return scratch.places.queries, 0
 
     if tile.tag == "few":
         return few
@@ -143,11 +151,11 @@ def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits,
 @inlined
 def seen_of(block):
     """Return what `score_panels` and `weigh_panels` need of a `Block`."""
-    return Seen(block.whole, block.key, block.n, address_of(block.first), address_of(block.end))
+    return Seen(block.whole, block.key, block.n, block.first, block.end)
 
 
-def score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
-                values, value_dim):  # fmt: skip
+def score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
+                scale, s, values, value_dim):  # fmt: skip
     """Fill ``s[j, row]`` with the raw scores of a block; with `FULL` rules keys may be rotated first.
 
     Scores of keys that a row does not see may be left as they are.
@@ -161,71 +169,65 @@ def score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, h
 
 
 @overload(score_block)
-def _score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
-                 values, value_dim):  # fmt: skip
+def _score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
+                 scale, s, values, value_dim):  # fmt: skip
     size = itemsize(kind.tag)
 
-    def few(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
-            values, value_dim):  # fmt: skip
-        score_heads(kind, operand[0], operand[1], heads, rows, address_of(keys.rows), keys.head_stride, dim, scale,
-                    address_of(s), s.strides[0], address_of(keys.coming), keys.head_stride, keys.slot_stride,
-                    address_of(scratch.idle))  # fmt: skip
+    def few(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
+            scale, s, values, value_dim):  # fmt: skip
+        score_heads(kind, operand[0], operand[1], heads, rows, keys.rows, keys.head_stride, dim, scale, address_of(s),
+                    s.strides[0], keys.rows, keys.head_stride, values.head_stride, keys.slot_stride,
+                    places.idle)  # fmt: skip
 
-    def few_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale,
-                 s, values, value_dim):  # fmt: skip
+    def few_full(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
+                 scale, s, values, value_dim):  # fmt: skip
         if rules.cos.shape[0] == 0:
-            score_heads(kind, operand[0], operand[1], heads, rows, address_of(keys.rows), keys.head_stride, dim,
-                        scale, address_of(s), s.strides[0], address_of(keys.coming), keys.head_stride,
-                        keys.slot_stride, address_of(scratch.idle))  # fmt: skip
+            score_heads(kind, operand[0], operand[1], heads, rows, keys.rows, keys.head_stride, dim, scale,
+                        address_of(s), s.strides[0], keys.rows, keys.head_stride, values.head_stride,
+                        keys.slot_stride, places.idle)  # fmt: skip
         else:
-            rotate_keys(kind, rules, scratch.rotated, keys.rows, heads, block.head_begin, keys.head_stride, size, dim,
+            rotate_keys(kind, rules, rotated, keys.rows, KEYS, heads, block.head_begin, keys.head_stride, size, dim,
                         block.position, block.n)  # fmt: skip
-            score_heads(number_kind, address_of(q), q.strides[0], heads, rows, address_of(scratch.rotated_rows),
-                        KEYS * scratch.rotated.strides[0], dim, scale, address_of(s), s.strides[0],
-                        address_of(keys.coming), keys.head_stride, keys.slot_stride,
-                        address_of(scratch.idle))  # fmt: skip
+            score_heads(number_kind, address_of(q), q.strides[0], heads, rows, places.rotated,
+                        KEYS * places.rotated_bytes, dim, scale, address_of(s), s.strides[0], keys.rows,
+                        keys.head_stride, values.head_stride, keys.slot_stride, places.idle)  # fmt: skip
 
-    def many(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale, s,
-             values, value_dim):  # fmt: skip
-        score_panels(kind, kind, scratch.panels, rows, seen_of(block), dim, scale, address_of(s), s.strides[0],
-                     Listed(address_of(values.rows), block.n), value_dim,
-                     Listed(address_of(keys.coming), block.n))  # fmt: skip
+    def many(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
+             scale, s, values, value_dim):  # fmt: skip
+        score_panels(kind, kind, places, rows, seen_of(block), dim, scale, address_of(s), s.strides[0],
+                     Listed(values.rows, block.n), value_dim, Listed(keys.coming, block.n))  # fmt: skip
 
-    def many_full(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, keys, dim, scale,
-                  s, values, value_dim):  # fmt: skip
+    def many_full(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
+                  scale, s, values, value_dim):  # fmt: skip
         if rules.cos.shape[0] == 0:
-            score_panels(kind, kind, scratch.panels, rows, seen_of(block), dim, scale, address_of(s), s.strides[0],
-                         Listed(address_of(values.rows), block.n), value_dim,
-                         Listed(address_of(keys.coming), block.n))  # fmt: skip
+            score_panels(kind, kind, places, rows, seen_of(block), dim, scale, address_of(s), s.strides[0],
+                         Listed(values.rows, block.n), value_dim, Listed(keys.coming, block.n))  # fmt: skip
         else:
-            rotate_keys(kind, rules, scratch.keys, keys.rows, 1, block.head_begin, keys.head_stride, size, dim,
+            rotate_keys(kind, rules, rotated, keys.rows, PANEL_KEYS, 1, block.head_begin, keys.head_stride, size, dim,
                         block.position, block.n)  # fmt: skip
-            score_panels(number_kind, kind, scratch.panels, rows, seen_of(block), dim, scale, address_of(s),
-                         s.strides[0], Listed(address_of(values.rows), block.n), value_dim,
-                         Listed(0, 0))  # fmt: skip
+            score_panels(number_kind, kind, places, rows, seen_of(block), dim, scale, address_of(s),
+                         s.strides[0], Listed(values.rows, block.n), value_dim, Listed(0, 0))  # fmt: skip
 
     if tile.tag == "few":
         return few if rule_tag.tag == "plain" else few_full
     return many if rule_tag.tag == "plain" else many_full
 
 
-def weigh_block(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
+def weigh_block(tile, kind, places, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
     """Scale the accumulators by `alpha` and add a block's weighted values; see `weigh_values` and `weigh_panels`."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(weigh_block)
-def _weigh_block(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
-    def few(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
-        weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(p), p.strides[0],
-                     address_of(values.rows), values.head_stride, values.slot_stride, block.n, dim, address_of(alpha),
-                     np.int64(select), address_of(values.coming), address_of(scratch.idle))  # fmt: skip
+def _weigh_block(tile, kind, places, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
+    def few(tile, kind, places, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
+        weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(p), p.strides[0], values.rows,
+                     values.head_stride, values.slot_stride, block.n, dim, address_of(alpha), np.int64(select),
+                     keys.coming, keys.head_stride, tokens_ahead(keys.slot_stride), places.idle)  # fmt: skip
 
-    def many(tile, kind, scratch, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
-        coming_keys = Listed(address_of(keys.coming), n_next)
-        coming_values = Listed(address_of(values.coming), n_next)
-        weigh_panels(kind, scratch.panels, address_of(acc), acc.strides[0], rows, address_of(p), p.strides[0],
-                     seen_of(block), Listed(address_of(values.rows), block.n), dim, address_of(alpha), select,
-                     coming_keys, key_dim, coming_values)  # fmt: skip
+    def many(tile, kind, places, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
+        weigh_panels(kind, places, address_of(acc), acc.strides[0], rows, address_of(p), p.strides[0],
+                     seen_of(block), Listed(values.rows, block.n), dim, address_of(alpha), select,
+                     Listed(keys.coming, n_next), key_dim, Listed(values.coming, n_next))  # fmt: skip
 
     return few if tile.tag == "few" else many

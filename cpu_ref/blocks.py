@@ -13,7 +13,7 @@ from nbattn.cpu_ref import primitives  # noqa: F401 - registers the CPU versions
 from nbattn.cpu_ref.compiling import inlined, part
 from nbattn.cpu_ref.lanes import lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import address_of
-from nbattn.cpu_ref.packing import pack_weights
+from nbattn.cpu_ref.packing import fill_ones, pack_weights
 from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.rows import ROW_MULTIPLE
 from nbattn.cpu_ref.scratch import zeros
@@ -21,6 +21,7 @@ from nbattn.cpu_ref.tiles import (
     KEYS,
     score_tile_1,
     score_tile_4,
+    score_tile_heads,
     tile_keys,
     value_tile_1,
     value_tile_1_select,
@@ -60,7 +61,7 @@ def _tile_constants_of(kind):
 def tokens_together(slot_stride, least):
     """Return how many tokens of a block are taken of one head before the next head: a divisor of `KEYS`.
 
-    Rows are used, and those of the next block prefetched, nearly as they lie in memory.
+    Rows are used, and prefetched `tokens_ahead`, nearly as they lie in memory.
     """
     tokens = KEYS
     while tokens > least and tokens * slot_stride > SPAN_BYTES:
@@ -68,32 +69,52 @@ def tokens_together(slot_stride, least):
     return tokens
 
 
+@part
+def tokens_ahead(slot_stride):
+    """Return how many tokens ahead of its use a row is prefetched: little enough that it stays in L1 until then.
+
+    The rows of a block are used K first, then V; behind them come those of the next block.
+    """
+    return min(2 * tokens_together(slot_stride, LEAST_VALUES), KEYS)
+
+
 @inlined
-def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, scale, s, s_stride, coming,
-                coming_head_stride, slot_stride, idle):  # fmt: skip
+def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, scale, s, s_stride, listed,
+                k_ahead, v_ahead, slot_stride, idle):  # fmt: skip
     """Fill ``s[j, row]`` with ``scale * q[row] @ k[j]`` for the `KEYS` keys of a block and all packed rows.
 
-    `coming` lists the `KEYS` K rows of the next block, which are brought to the cache meanwhile, and the two strides
-    behind it are the cache's; `idle` lists `KEYS` places where a prefetch costs nothing.
+    `listed` lists the `KEYS` cached rows of K and, behind them, of V, which are brought to L1 meanwhile; `k_ahead` and
+    `v_ahead` are their strides from head to head. `idle` lists `KEYS` places where a prefetch costs nothing.
     """
     lanes, size, step = _tile_constants(kind)
+    distance = tokens_ahead(slot_stride)
+    of_heads = heads // 4 * 4 if rows == 1 else 0  # those that are taken four at once, with a row each
+    if of_heads > 0:
+        together = tokens_together(slot_stride, step)
+        for begin in range(0, KEYS, together):
+            for head in range(0, of_heads, 4):
+                for j in range(begin, begin + together, step):
+                    ahead_stride = k_ahead if j + distance < KEYS else v_ahead
+                    score_tile_heads(kind, q + head * q_stride, q_stride, key_rows + 8 * j, head * k_head_stride,
+                                     k_head_stride, dim, scale, s + j * s_stride + head * size, s_stride,
+                                     listed + 8 * (j + distance), head * ahead_stride)  # fmt: skip
     together = tokens_together(slot_stride, step) if rows > 1 else KEYS
     for begin in range(0, KEYS, together):
-        for head in range(heads):
+        for head in range(of_heads, heads):
             k_head = head * k_head_stride
             for j in range(begin, begin + together, step):
                 keys, column = key_rows + 8 * j, s + j * s_stride
-                ahead, ahead_head = coming + 8 * j, head * coming_head_stride
+                ahead, ahead_head = listed + 8 * (j + distance), head * (k_ahead if j + distance < KEYS else v_ahead)
                 done = 0
                 while done < rows:
                     row = head * rows + done
                     if rows - done > 1:  # fewer than four: others are the next head's, written again later, or padding
-                        score_tile_4(kind, q + row * q_stride, q_stride, keys, k_head, dim, scale, column + row * size,
-                                     s_stride, ahead, ahead_head)  # fmt: skip
+                        score_tile_4(kind, q + row * q_stride, q_stride, keys, k_head, k_head_stride, dim, scale,
+                                     column + row * size, s_stride, ahead, ahead_head)  # fmt: skip
                         done += 4
                     else:
                         if j % lanes == 0:
-                            score_tile_1(kind, q + row * q_stride, q_stride, keys, k_head, dim, scale,
+                            score_tile_1(kind, q + row * q_stride, q_stride, keys, k_head, k_head_stride, dim, scale,
                                          column + row * size, s_stride, ahead, ahead_head)  # fmt: skip
                         done += 1
                     ahead, ahead_head = idle, np.int64(0)
@@ -101,30 +122,33 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, sc
 
 @inlined
 def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_head_stride, slot_stride, n, dim,
-                 alpha, select, coming, idle):  # fmt: skip
+                 alpha, select, coming, k_head_stride, distance, idle):  # fmt: skip
     """Scale the accumulators of all packed rows by `alpha` and add the weighted values of `n` keys.
 
-    With `select` a weight of 0 marks a dropped key, whose value is never used.
+    With `select` a weight of 0 marks a dropped key, whose value is never used. `alpha` is 1 afterwards. `coming` lists
+    the K rows of the next block; rows of V and these are brought to L1 `distance` tokens ahead.
     """
     _, size, _ = _tile_constants(kind)
     if select == 0:
         pack_weights(kind, p, p_stride, n, padded(heads * rows))
-    together = tokens_together(slot_stride, LEAST_VALUES)
+    together = min(tokens_together(slot_stride, LEAST_VALUES), distance)
     for begin in range(0, n, together):
         end = min(begin + together, n)
+        listed, ahead_stride = value_rows + 8 * distance, v_head_stride
+        if begin + distance >= KEYS:
+            listed, ahead_stride = coming + 8 * (distance - KEYS), k_head_stride
         for head in range(heads):
             v_head = head * v_head_stride
-            ahead, ahead_head = coming, v_head
+            ahead, ahead_head = listed, head * ahead_stride
             done = 0
             while done < rows:
                 row = head * rows + done
                 here, weights, factors = acc + row * acc_stride, p + row * size, alpha + row * size
-                left = rows - done
                 if select != 0:
                     value_tile_1_select(kind, here, acc_stride, weights, p_stride, value_rows, v_head, begin, end, dim,
                                         factors, ahead, ahead_head)  # fmt: skip
                     done += 1
-                elif left >= 4:
+                elif rows - done >= 4:
                     value_tile_4(kind, here, acc_stride, weights, p_stride, value_rows, v_head, begin, end, dim,
                                  factors, ahead, ahead_head)  # fmt: skip
                     done += 4
@@ -133,6 +157,8 @@ def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_
                                  factors, ahead, ahead_head)  # fmt: skip
                     done += 1
                 ahead, ahead_head = idle, np.int64(0)
+        if begin == 0:
+            fill_ones(kind, alpha, padded(heads * rows))
 
 
 @part

@@ -21,12 +21,8 @@ def _name() -> str:
 
 REGISTER_BYTES = 64 if "+avx512f" in features() else 32  # LLVM splits vectors where registers are narrower
 BFLOAT16_DOT = REGISTER_BYTES == 64 and "+avx512bf16" in features()  # two bfloat16 products a lane and instruction
-# Many rows always use it: a panel's sums hide its latency, and Zen 5 too starts two a cycle, as many as of float32. Few
-# rows have less to hide it behind: on Zen 5 a decode step of 8 x 4096 keys took 1.70 times the time of a pure read,
-# with the dot product 2.03 times; since rows are read as they lie in memory both take the same.
-BFLOAT16_DOT_FEW = BFLOAT16_DOT and _name() != "znver5"
-# Where the next block is brought to. Zen 5: rows that do not start a line come faster from L1 (decode 5.3 ms, from L2
-# 6.2). Elsewhere L2: on Zen 4 a prefetch of this distance to L1 was as slow as none.
+# Where rows are brought to before their use. Zen 5: those that do not start a line come faster from L1 (decode 4.9 ms,
+# from L2 5.7). Elsewhere L2: on Zen 4 a prefetch to L1, a whole block ahead, was as slow as none.
 AHEAD_TO_L1 = _name() == "znver5"
 SCALE_BY_POWER = "+avx512f" in features()  # one instruction multiplies with 2**x, also below the normal numbers
 HALF_CONVERSIONS = "+f16c" in features() or platform.machine() in ("arm64", "aarch64")  # else LLVM would call a library

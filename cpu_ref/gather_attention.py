@@ -17,10 +17,11 @@ from nbattn.cpu_ref.blocks import (
     query_bits,
     query_operand,
     score_heads,
+    tokens_ahead,
     weigh_values,
 )
 from nbattn.cpu_ref.compiling import kernel, part
-from nbattn.cpu_ref.number_formats import address_of, load_int32
+from nbattn.cpu_ref.number_formats import address_of, load_int32, load_int64, store_int64
 from nbattn.cpu_ref.problem import (
     K_ADDRESS,
     K_HEAD,
@@ -43,8 +44,11 @@ from nbattn.work_list import GATHER_KV_LEN, GATHER_PAGE_BEGIN, GATHER_ROW, GATHE
 
 
 @part
-def _find_tokens(key_rows, value_rows, level, tokens, here, end, page_begin, kv_len):
-    """List the K and V rows of up to `KEYS` kept tokens; return how many, and where the list goes on."""
+def _find_tokens(lists, level, tokens, here, end, page_begin, kv_len):
+    """List the K and V rows of up to `KEYS` kept tokens; return how many, and where the list of tokens goes on.
+
+    ``lists`` is the address of int64 [2, KEYS]: K rows, V rows; those behind the last repeat it.
+    """
     n = 0
     while here < end and n < KEYS:
         token = np.int64(tokens[here])
@@ -53,12 +57,14 @@ def _find_tokens(key_rows, value_rows, level, tokens, here, end, page_begin, kv_
             page, slot = page_and_slot(token, level[PAGE_SIZE])
             page_id = np.int64(load_int32(level[PAGE_IDS] + 4 * (page_begin + page)))
             if mapped_page(page_id, level[NUM_PAGES]):
-                key_rows[n] = level[K_ADDRESS] + page_id * level[K_PAGE] + slot * level[K_SLOT]
-                value_rows[n] = level[V_ADDRESS] + page_id * level[V_PAGE] + slot * level[V_SLOT]
+                k_row = level[K_ADDRESS] + page_id * level[K_PAGE] + slot * level[K_SLOT]
+                v_row = level[V_ADDRESS] + page_id * level[V_PAGE] + slot * level[V_SLOT]
+                store_int64(lists + 8 * n, k_row)
+                store_int64(lists + 8 * (KEYS + n), v_row)
                 n += 1
     for rest in range(n, KEYS if n > 0 else 0):
-        key_rows[rest] = key_rows[n - 1]
-        value_rows[rest] = value_rows[n - 1]
+        store_int64(lists + 8 * rest, load_int64(lists + 8 * (n - 1)))
+        store_int64(lists + 8 * (KEYS + rest), load_int64(lists + 8 * (KEYS + n - 1)))
     return n, here
 
 
@@ -88,10 +94,9 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
     s = zeros(number, KEYS, stride)
     running = zeros(number, 5, stride)
     m, d_sum, alpha, total_m, total_sum = running[0], running[1], running[2], running[3], running[4]
-    places = zeros(np.int64, 5, KEYS)  # where rows of K and V lie: of this block and of the next
-    key_rows, value_rows, idle = places[0:2], places[2:4], places[4]
+    lists = zeros(np.int64, 5, KEYS)  # what `_find_tokens` lists of this block and of the next; idle places
     for j in range(KEYS):
-        idle[j] = address_of(q)
+        lists[4, j] = address_of(q)
     k_head, v_head = level[K_HEAD], level[V_HEAD]
     while True:
         task = next_task(counters, 0)
@@ -109,27 +114,24 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
         running[:], acc[:], total[:] = 0, 0, 0
         m[:], total_m[:] = -math.inf, -math.inf
         summed = 0
-        n, here = _find_tokens(
-            key_rows[0], value_rows[0], level, tokens, np.int64(item[LIST_BEGIN]), end, page_begin, kv_len
-        )
-        now = 0
+        # in the loop over blocks addresses only: arrays are counted, atomically, with every slice of them
+        now, coming = address_of(lists), address_of(lists) + 2 * lists.strides[0]
+        idle = coming + 2 * lists.strides[0]
+        n, here = _find_tokens(now, level, tokens, np.int64(item[LIST_BEGIN]), end, page_begin, kv_len)
         while n > 0:
-            n_next, here = _find_tokens(
-                key_rows[1 - now], value_rows[1 - now], level, tokens, here, end, page_begin, kv_len
-            )
-            after = 1 - now if n_next > 0 else now
-            score_heads(kind, operand[0], operand[1], heads, group, address_of(key_rows[now]), k_head, queries.dim,
-                        queries.scale, address_of(s), s.strides[0], address_of(key_rows[after]), k_head, level[K_SLOT],
-                        address_of(idle))  # fmt: skip
+            n_next, here = _find_tokens(coming, level, tokens, here, end, page_begin, kv_len)
+            after = coming if n_next > 0 else now
+            score_heads(kind, operand[0], operand[1], heads, group, now, k_head, queries.dim, queries.scale,
+                        address_of(s), s.strides[0], now, k_head, v_head, level[K_SLOT], idle)  # fmt: skip
             softmax_block(kind, address_of(s), s.strides[0], n, padded(num_rows), address_of(m), address_of(d_sum),
                           address_of(alpha))  # fmt: skip
             weigh_values(kind, address_of(acc), acc.strides[0], heads, group, address_of(s), s.strides[0],
-                         address_of(value_rows[now]), v_head, level[V_SLOT], n, output.dim, address_of(alpha), 0,
-                         address_of(value_rows[after]), address_of(idle))  # fmt: skip
+                         now + 8 * KEYS, v_head, level[V_SLOT], n, output.dim, address_of(alpha), 0,
+                         after, k_head, tokens_ahead(level[K_SLOT]), idle)  # fmt: skip
             summed += n
             if n_next <= 0 or summed >= FOLD_KEYS:
                 fold(total, total_sum, total_m, acc, d_sum, m, num_rows, output.dim)
                 summed = 0
-            n, now = n_next, 1 - now
+            n, now, coming = n_next, coming, now
         store_rows(output, states, np.int64(item[GATHER_STATE]), row, row + 1, 0, heads, total, total_m, total_sum)
         next_task(counters, 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import llvmlite.ir as ir
 from numba.core import cgutils
 
-from nbattn.cpu_ref.cpu import AHEAD_TO_L1, BFLOAT16_DOT, BFLOAT16_DOT_FEW, REGISTER_BYTES, SCALE_BY_POWER
+from nbattn.cpu_ref.cpu import AHEAD_TO_L1, BFLOAT16_DOT, REGISTER_BYTES, SCALE_BY_POWER
 from nbattn.cpu_ref.number_formats import DOUBLE, ELEMENT, FLOAT, I16, I32, I64, widen
 from nbattn.cpu_ref.primitives import EXP2_FLOAT32, EXP2_FLOAT64, LOG2_FLOAT64
 
@@ -33,12 +33,7 @@ class _BFloat(ir.Type):
 
 
 def uses_dot(kind: str) -> bool:
-    """Return whether few rows' products with a cache of this kind are taken in pairs of bfloat16, not widened."""
-    return kind == "bfloat16" and BFLOAT16_DOT_FEW
-
-
-def packs_pairs(kind: str) -> bool:
-    """Return whether the same holds for many rows, in panels."""
+    """Return whether products with a cache of this kind are taken in pairs of bfloat16, not widened."""
     return kind == "bfloat16" and BFLOAT16_DOT
 
 

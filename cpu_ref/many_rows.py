@@ -18,9 +18,9 @@ from numba.extending import overload
 from nbattn.cpu_ref.blocks import padded
 from nbattn.cpu_ref.compiling import part
 from nbattn.cpu_ref.cpu import REGISTER_BYTES
-from nbattn.cpu_ref.lanes import packs_pairs
+from nbattn.cpu_ref.lanes import uses_dot
 from nbattn.cpu_ref.number_formats import address_of, itemsize, load_int64
-from nbattn.cpu_ref.packing import all_finite, pack_keys, pack_panel_weights, pack_queries, pack_values, prefetch_rows
+from nbattn.cpu_ref.packing import all_finite, pack_keys, pack_queries, pack_values, pack_weights, prefetch_rows
 from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.tiles import panel_height, panel_width, score_panel, value_panel, value_tile_1_select
 
@@ -64,7 +64,7 @@ def panel_constants(kind):
 @overload(panel_constants, inline="always")
 def _panel_constants(kind):
     number = 8 if kind.tag == "float64" else 4
-    constants = (panel_height(), panel_width(kind.tag), number, itemsize(kind.tag), 2 if packs_pairs(kind.tag) else 1)
+    constants = (panel_height(), panel_width(kind.tag), number, itemsize(kind.tag), 2 if uses_dot(kind.tag) else 1)
     return lambda kind: constants
 
 
@@ -85,7 +85,7 @@ def _pack_query_panels(kind, q, rows, dim, panels):
     def as_it_is(kind, q, rows, dim, panels):
         pack_queries(kind, address_of(q), q.strides[0], rows, dim, panels)
 
-    return rounded if packs_pairs(kind.tag) else as_it_is
+    return rounded if uses_dot(kind.tag) else as_it_is
 
 
 @part
@@ -179,7 +179,7 @@ def weigh_panels(kind, panels, acc, acc_stride, rows, p, p_stride, seen, values,
         for i in range(at_once):
             finite &= all_finite(kind, panels.values + i * panels.panel_bytes, (n + step - 1) // step)
     if finite:
-        pack_panel_weights(kind, p, p_stride, n, padded(rows))
+        pack_weights(kind, p, p_stride, n, padded(rows))
     for i in range(parts):
         pack_key_share(kind, panels, keys, key_dim, i, parts)
         row, stop = i * height, min(i * height + height, rows)

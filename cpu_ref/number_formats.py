@@ -203,7 +203,7 @@ def _memory_access(number: types.Type):
 load_uint8, _ = _memory_access(types.uint8)
 load_uint16, store_uint16 = _memory_access(types.uint16)
 load_int32, _ = _memory_access(types.int32)
-load_int64, _ = _memory_access(types.int64)
+load_int64, store_int64 = _memory_access(types.int64)
 load_float32, store_float32 = _memory_access(types.float32)
 load_float64, store_float64 = _memory_access(types.float64)
 

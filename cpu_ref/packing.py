@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from nbattn.cpu_ref.lanes import Lanes, packs_pairs, uses_dot
+from nbattn.cpu_ref.lanes import Lanes, uses_dot
 from nbattn.cpu_ref.number_formats import I32, I64, itemsize
 from nbattn.cpu_ref.tiles import LINE_BYTES, PANEL_VECTORS, panel_width
 
@@ -19,7 +17,7 @@ _BYTES = types.int64
 def pack_queries(typingctx, kind, q, q_stride, rows, steps, panels):
     """``panels[row // width, k, row % width] = q[row, k]``: query rows side by side, `panel_width` in a panel.
 
-    An element is a number, or a pair of bfloat16 for a kind that `packs_pairs`; each row has `steps` of them.
+    An element is a number, or a pair of bfloat16 for a kind that `uses_dot`; each row has `steps` of them.
     """
 
     def codegen(context, builder, sig, args):
@@ -41,14 +39,14 @@ def pack_queries(typingctx, kind, q, q_stride, rows, steps, panels):
 
 @intrinsic
 def pack_keys(typingctx, kind, rows, n, dim, block, stride):
-    """``block[j, :dim] = k[j]`` for ``j < n``, widened, or as it is if the kind `packs_pairs`; 0 up to whole vectors.
+    """``block[j, :dim] = k[j]`` for ``j < n``, widened, or as it is if the kind `uses_dot`; 0 up to whole vectors.
 
     Row j of K starts at ``rows[j]``.
     """
 
     def codegen(context, builder, sig, args):
         _, rows, n, dim, block, stride = args
-        lanes = Lanes(builder, kind.tag, packs_pairs(kind.tag))
+        lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
         load, load_up_to = lanes.load_cache, lanes.load_cache_up_to
         if lanes.dot:
             load, load_up_to = lanes.load_words, lanes.load_words_up_to
@@ -75,13 +73,13 @@ def pack_keys(typingctx, kind, rows, n, dim, block, stride):
 def pack_values(typingctx, kind, rows, n, dim, panels, panel_bytes):
     """``panels[d // width, j, d % width] = v[j, d]`` for ``j < n``, widened: `panel_width` elements in a panel.
 
-    Row j of V starts at ``rows[j]``, elements behind `dim` are 0. For a kind that `packs_pairs` an element is the
+    Row j of V starts at ``rows[j]``, elements behind `dim` are 0. For a kind that `uses_dot` an element is the
     pair of two keys' numbers, ``panels[.., j // 2, ..]``, an odd last key paired with 0.
     """
 
     def codegen(context, builder, sig, args):
         _, rows, n, dim, panels, panel_bytes = args
-        lanes = Lanes(builder, kind.tag, packs_pairs(kind.tag))
+        lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
         size, width = itemsize(kind.tag), panel_width(kind.tag)
         places = range(0, width, lanes.count)
 
@@ -127,7 +125,7 @@ def all_finite(typingctx, kind, panel, steps):
 
     def codegen(context, builder, sig, args):
         _, panel, steps = args
-        lanes = Lanes(builder, kind.tag, packs_pairs(kind.tag))
+        lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
 
         def wrong(address):
             if lanes.dot:
@@ -169,47 +167,52 @@ def prefetch_rows(typingctx, rows, n, size):
     return types.void(*[_BYTES] * 3), codegen
 
 
-def _pack_weights(in_pairs: Callable[[str], bool]):
-    """Build what packs the weights for tiles that multiply pairs of keys if `in_pairs` holds for the kind."""
+@intrinsic
+def fill_ones(typingctx, kind, place, n):
+    """``place[:n] = 1`` of the kind's arithmetic type, for whole vectors."""
 
-    def codegen_for(kind):
-        def codegen(context, builder, sig, args):
-            _, p, p_stride, n, rows = args
-            if not in_pairs(kind):
-                return context.get_dummy_value()
-            lanes = Lanes(builder, "float32")
-            words = ir.VectorType(I32, lanes.count)
+    def codegen(context, builder, sig, args):
+        _, place, n = args
+        lanes = Lanes(builder, kind.tag)
+        with lanes.loop(0, n, lanes.count) as (i, _):
+            lanes.store(lanes.splat(1.0), lanes.add(place, lanes.mul(i, lanes.bytes)))
+        return context.get_dummy_value()
 
-            def word(x: int) -> ir.Constant:
-                return ir.Constant(words, [x] * lanes.count)
+    return types.void(kind, _BYTES, _BYTES), codegen
 
-            def rounded_bits(value):  # a weight is finite and positive, or a NaN that stays one
-                bits = builder.bitcast(value, words)
-                odd = builder.and_(builder.lshr(bits, word(16)), word(1))
-                return builder.add(bits, builder.add(odd, word(0x7FFF)))
 
-            with lanes.loop(0, rows, lanes.count) as (row, _), lanes.loop(0, n, 2) as (j, _):
-                column = lanes.add(p, lanes.mul(row, lanes.bytes))
-                at = lanes.add(column, lanes.mul(p_stride, j))
-                there = builder.icmp_signed("<", lanes.add(j, 1), n)
-                first = builder.lshr(rounded_bits(lanes.load(at)), word(16))
-                second = builder.and_(rounded_bits(lanes.load(lanes.add(at, p_stride))), word(-65536))
-                second = builder.select(there, second, ir.Constant(words, None))
-                pair = builder.bitcast(builder.or_(first, second), lanes.vector)
-                lanes.store(pair, lanes.add(column, lanes.mul(p_stride, builder.lshr(j, lanes.const(1)))))
+@intrinsic
+def pack_weights(typingctx, kind, p, p_stride, n, rows):
+    """Round the weights to bfloat16 and put those of two keys side by side; nothing for kinds without pairs.
+
+    ``p[j // 2, row]`` becomes the pair ``p[j, row], p[j + 1, row]``, the lower half first; an odd last key is
+    paired with 0.
+    """
+
+    def codegen(context, builder, sig, args):
+        _, p, p_stride, n, rows = args
+        if not uses_dot(kind.tag):
             return context.get_dummy_value()
+        lanes = Lanes(builder, "float32")
+        words = ir.VectorType(I32, lanes.count)
 
-        return codegen
+        def word(x: int) -> ir.Constant:
+            return ir.Constant(words, [x] * lanes.count)
 
-    def pack_weights(typingctx, kind, p, p_stride, n, rows):
-        """Round the weights to bfloat16 and put those of two keys side by side; nothing for kinds without pairs.
+        def rounded_bits(value):  # a weight is finite and positive, or a NaN that stays one
+            bits = builder.bitcast(value, words)
+            odd = builder.and_(builder.lshr(bits, word(16)), word(1))
+            return builder.add(bits, builder.add(odd, word(0x7FFF)))
 
-        ``p[j // 2, row]`` becomes the pair ``p[j, row], p[j + 1, row]``, the lower half first; an odd last key is
-        paired with 0.
-        """
-        return types.void(kind, *[_BYTES] * 4), codegen_for(kind.tag)
+        with lanes.loop(0, rows, lanes.count) as (row, _), lanes.loop(0, n, 2) as (j, _):
+            column = lanes.add(p, lanes.mul(row, lanes.bytes))
+            at = lanes.add(column, lanes.mul(p_stride, j))
+            there = builder.icmp_signed("<", lanes.add(j, 1), n)
+            first = builder.lshr(rounded_bits(lanes.load(at)), word(16))
+            second = builder.and_(rounded_bits(lanes.load(lanes.add(at, p_stride))), word(-65536))
+            second = builder.select(there, second, ir.Constant(words, None))
+            pair = builder.bitcast(builder.or_(first, second), lanes.vector)
+            lanes.store(pair, lanes.add(column, lanes.mul(p_stride, builder.lshr(j, lanes.const(1)))))
+        return context.get_dummy_value()
 
-    return intrinsic(pack_weights)
-
-
-pack_weights, pack_panel_weights = _pack_weights(uses_dot), _pack_weights(packs_pairs)
+    return types.void(kind, *[_BYTES] * 4), codegen

@@ -14,7 +14,7 @@ import numpy as np
 from nbattn.cpu_ref.block_steps import Block, Side, block_shape, make_scratch, prepare_rows, score_block, weigh_block
 from nbattn.cpu_ref.blocks import fold, number_type, padded, query_bits
 from nbattn.cpu_ref.compiling import kernel, part
-from nbattn.cpu_ref.number_formats import address_of, load_int32
+from nbattn.cpu_ref.number_formats import address_of, load_int32, store_int64
 from nbattn.cpu_ref.problem import (
     K_ADDRESS,
     K_HEAD,
@@ -28,7 +28,7 @@ from nbattn.cpu_ref.problem import (
     V_SLOT,
 )
 from nbattn.cpu_ref.rows import load_queries, store_rows
-from nbattn.cpu_ref.rules import apply_rules
+from nbattn.cpu_ref.rules import applied_rules, apply_rules
 from nbattn.cpu_ref.scratch import zeros
 from nbattn.cpu_ref.tiles import FOLD_KEYS, softmax_block
 from nbattn.cpu_ref.workers import next_task
@@ -49,33 +49,33 @@ from nbattn.work_list import (
 
 
 @part
-def find_rows(key_rows, value_rows, dropped, level, head, page_begin, key, n):
-    """List one head's K and V rows of keys ``key .. key + n``, mark the unmapped; the block's rest repeats the last."""
-    page_size = level[PAGE_SIZE]
-    any_dropped = False
+def find_rows(lists, keys, level, head, page_begin, key, n):
+    """List one head's K and V rows of keys ``key .. key + n``, mark the unmapped; the block's rest repeats the last.
+
+    ``lists`` is the address of int64 [3, keys]: K rows, V rows, and whether a key is unmapped.
+    """
+    value_rows, unmapped = lists + 8 * keys, lists + 16 * keys
+    page_size, page_ids = level[PAGE_SIZE], level[PAGE_IDS]  # once: the lists might be part of them
+    k_first, k_page, k_slot = level[K_ADDRESS] + head * level[K_HEAD], level[K_PAGE], level[K_SLOT]
+    v_first, v_page, v_slot = level[V_ADDRESS] + head * level[V_HEAD], level[V_PAGE], level[V_SLOT]
     page, slot = page_and_slot(key, page_size)
-    j = 0
+    k_row, v_row = np.int64(0), np.int64(0)
+    j = np.int64(0)
     while j < n:
-        page_id = np.int64(load_int32(level[PAGE_IDS] + 4 * (page_begin + page)))
-        unmapped = page_id < 0
-        if unmapped:
-            page_id = np.int64(0)
-            any_dropped = True
-        k_page = level[K_ADDRESS] + page_id * level[K_PAGE] + head * level[K_HEAD]
-        v_page = level[V_ADDRESS] + page_id * level[V_PAGE] + head * level[V_HEAD]
-        for _ in range(min(page_size - slot, n - j)):
-            key_rows[j] = k_page + slot * level[K_SLOT]
-            value_rows[j] = v_page + slot * level[V_SLOT]
-            dropped[j] = np.int64(unmapped)
-            slot += 1
-            j += 1
-        page += 1
-        slot = 0
-    for rest in range(n, key_rows.shape[0]):
-        key_rows[rest] = key_rows[n - 1]
-        value_rows[rest] = value_rows[n - 1]
-        dropped[rest] = 1
-    return any_dropped
+        page_id = np.int64(load_int32(page_ids + 4 * (page_begin + page)))
+        k_row, v_row = k_first + max(page_id, 0) * k_page, v_first + max(page_id, 0) * v_page
+        k_row, v_row = k_row + slot * k_slot, v_row + slot * v_slot
+        stop = min(j + page_size - slot, n)
+        while j < stop:
+            store_int64(lists + 8 * j, k_row)
+            store_int64(value_rows + 8 * j, v_row)
+            store_int64(unmapped + 8 * j, np.int64(page_id < 0))
+            k_row, v_row, j = k_row + k_slot, v_row + v_slot, j + 1
+        page, slot = page + 1, np.int64(0)
+    for rest in range(n, keys):
+        store_int64(lists + 8 * rest, k_row - k_slot)
+        store_int64(value_rows + 8 * rest, v_row - v_slot)
+        store_int64(unmapped + 8 * rest, 1)
 
 
 @part
@@ -132,8 +132,8 @@ def paged_worker(
     m, d_sum, alpha, total_m, total_sum = running[0], running[1], running[2], running[3], running[4]
     of_row = zeros(np.int64, 5, max_rows)
     first, end, qo_head, q_row, position = of_row[0], of_row[1], of_row[2], of_row[3], of_row[4]
-    places = zeros(np.int64, 6, keys)  # where rows of K and V lie: of this block and of the next
-    key_rows, value_rows, dropped = places[0:2], places[2:4], places[4:6]
+    lists = zeros(np.int64, 6, keys)  # what `find_rows` lists: of this block and of the next
+    list_bytes = 3 * lists.strides[0]
     rotating = rules.cos.shape[0] > 0
     scratch = make_scratch(tile, kind, q, rotating, max_heads, queries.dim, output.dim)
     while True:
@@ -166,37 +166,40 @@ def paged_worker(
             if end[packed] < first_end:
                 first_end = end[packed]
         key, key_end = np.int64(item[KEY_BEGIN]), np.int64(item[KEY_END])
-        n, now = min(keys, key_end - key), 0
+        n = min(keys, key_end - key)
+        # in the loop over blocks addresses only: arrays are counted, atomically, with every slice and tuple of them
+        here, coming = address_of(lists), address_of(lists) + list_bytes
+        first_address, end_address = address_of(first), address_of(end)
+        places, rotated, applied = scratch.places, scratch.keys, applied_rules(rule_tag, rules)
         if n > 0:
-            find_rows(key_rows[0], value_rows[0], dropped[0], level, head_begin, page_begin, key, n)
+            find_rows(here, keys, level, head_begin, page_begin, key, n)
         operand = prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, heads * rows, queries.dim,
-                               key_rows[0], n)  # fmt: skip
+                               here, n)  # fmt: skip
         while n > 0:
             n_next = min(keys, key_end - key - n)
             if n_next > 0:
-                find_rows(key_rows[1 - now], value_rows[1 - now], dropped[1 - now], level, head_begin, page_begin,
-                          key + n, n_next)  # fmt: skip
-            after = 1 - now if n_next > 0 else now
+                find_rows(coming, keys, level, head_begin, page_begin, key + n, n_next)
+            after = coming if n_next > 0 else here
             whole = last_first <= key and first_end >= key + n
-            block = Block(key, n, key_position + key, head_begin, first, end, whole)
-            k_side = Side(key_rows[now], key_rows[after], k_head, level[K_SLOT])
-            v_side = Side(value_rows[now], value_rows[after], v_head, level[V_SLOT])
-            score_block(rule_tag, tile, kind, number_kind, rules, scratch, q, operand, heads, rows, block, k_side,
-                        queries.dim, queries.scale, s, v_side, output.dim)  # fmt: skip
-            select = apply_rules(rule_tag, kind, rules, s, n, heads * rows, key, key_base, key_position, dropped[now],
-                                 qo_head, q_row, position)  # fmt: skip
+            block = Block(key, n, key_position + key, head_begin, first_address, end_address, whole)
+            k_side = Side(here, after, k_head, level[K_SLOT])
+            v_side = Side(here + 8 * keys, after + 8 * keys, v_head, level[V_SLOT])
+            score_block(rule_tag, tile, kind, number_kind, applied, places, rotated, q, operand, heads, rows, block,
+                        k_side, queries.dim, queries.scale, s, v_side, output.dim)  # fmt: skip
+            select = apply_rules(rule_tag, kind, applied, s, n, heads * rows, key, key_base, key_position,
+                                 here + 16 * keys, qo_head, q_row, position)  # fmt: skip
             if not whole:
                 drop_outside(s, n, key, first, end, heads * rows, last_first, first_end)
                 select = True
             softmax_block(kind, address_of(s), s.strides[0], n, padded(heads * rows), address_of(m), address_of(d_sum),
                           address_of(alpha))  # fmt: skip
-            weigh_block(tile, kind, scratch, acc, heads, rows, s, block, v_side, output.dim, alpha, select, k_side,
+            weigh_block(tile, kind, places, acc, heads, rows, s, block, v_side, output.dim, alpha, select, k_side,
                         queries.dim, 0 if rotating else n_next)  # fmt: skip
             summed += n
             if n_next <= 0 or summed >= FOLD_KEYS:
                 fold(total, total_sum, total_m, acc, d_sum, m, heads * rows, output.dim)
                 summed = 0
-            key, n, now = key + n, n_next, 1 - now
+            key, n, here, coming = key + n, n_next, coming, here
         store_rows(
             output, states, np.int64(item[STATE]), row_begin, row_end, head_begin, heads, total, total_m, total_sum
         )

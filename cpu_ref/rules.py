@@ -9,7 +9,7 @@ from numba.extending import overload
 
 from nbattn.cpu_ref.blocks import number_type
 from nbattn.cpu_ref.compiling import part
-from nbattn.cpu_ref.number_formats import load_cache
+from nbattn.cpu_ref.number_formats import load_cache, load_int64
 from nbattn.cpu_ref.rows import read_number
 from nbattn.scoring import LOG2E, alibi_bias, rotate_pair, soft_cap
 
@@ -51,14 +51,14 @@ def _apply_mask(rules, s, n, rows, key, qo_head, q_row):
 
 
 @part
-def rotate_keys(kind, rules, rotated, key_rows, heads, head_begin, k_head_stride, size, dim, key_position, n):
-    """Scale and rotate the K rows of a block in half-split pairs into ``rotated[head * keys + j]``."""
-    half, keys = dim // 2, key_rows.shape[0]
+def rotate_keys(kind, rules, rotated, key_rows, keys, heads, head_begin, k_head_stride, size, dim, key_position, n):
+    """Scale and rotate the `keys` listed K rows of a block in half-split pairs into ``rotated[head * keys + j]``."""
+    half = dim // 2
     scaled = rules.k_scale.shape[0] > 0
     for head in range(heads):
         for j in range(keys):
             target = rotated[head * keys + j]
-            place = key_rows[j] + head * k_head_stride
+            place = load_int64(key_rows + 8 * j) + head * k_head_stride
             for d in range(target.shape[0]):
                 target[d] = load_cache(kind, place + d * size) if d < dim else 0
             if scaled:
@@ -70,8 +70,21 @@ def rotate_keys(kind, rules, rotated, key_rows, heads, head_begin, k_head_stride
                 target[d], target[d + half] = rotate_pair(target[d], target[d + half], cos[d], sin[d])
 
 
+def applied_rules(rule_tag, rules):
+    """Return `rules` if there are any beyond positions, else nothing: a tuple's arrays are counted at every use."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(applied_rules, inline="always")
+def _applied_rules(rule_tag, rules):
+    return (lambda rule_tag, rules: 0) if rule_tag.tag == "plain" else (lambda rule_tag, rules: rules)
+
+
 def apply_rules(rule_tag, kind, rules, s, n, rows, key, key_base, key_position, dropped, qo_head, q_row, position):
-    """Turn raw scores of a block into final ones; return whether a key was dropped for some row."""
+    """Turn raw scores of a block into final ones; return whether a key was dropped for some row.
+
+    ``dropped`` is the address of int64 [n]: whether no row may see a key.
+    """
     raise NotImplementedError("compiled code only")
 
 
@@ -93,7 +106,7 @@ def _apply_rules(rule_tag, kind, rules, s, n, rows, key, key_base, key_position,
         if rules.mask_address != 0:
             any_dropped = _apply_mask(rules, s, n, rows, key_base + key, qo_head, q_row)
         for j in range(n):
-            if dropped[j] != 0:
+            if load_int64(dropped + 8 * j) != 0:
                 any_dropped = True
                 for row in range(rows):
                     s[j, row] = -math.inf

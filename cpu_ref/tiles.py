@@ -9,12 +9,14 @@ All addresses and strides are in bytes. Each operation gives its meaning in NumP
 
 from __future__ import annotations
 
+from itertools import chain
+
 import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
 from nbattn.cpu_ref.cpu import REGISTER_BYTES
-from nbattn.cpu_ref.lanes import AHEAD, TO_L1, Lanes, lane_count, packs_pairs, uses_dot
+from nbattn.cpu_ref.lanes import AHEAD, TO_L1, Lanes, lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import I64, itemsize
 from nbattn.scoring import LOWEST
 
@@ -33,16 +35,25 @@ def tile_keys(kind: str) -> int:
     return min(lane_count(kind) // 4, 2 if itemsize(kind) >= 4 else 4)
 
 
-def _score_tile(queries: int):
-    """Build the score tile of `queries` rows: four by `tile_keys`, or one by as many keys as there are lanes."""
+def _score_tile(queries: int, heads: int = 1):
+    """Build the score tile of `queries` rows: four by `tile_keys`, or one by as many keys as there are lanes.
+
+    With as many heads as rows each row has a KV head of its own.
+    """
+    same = queries // heads
 
     def codegen_for(kind):
         def codegen(context, builder, sig, args):
-            _, q, q_stride, rows, head, dim, scale, s, s_stride, coming, coming_head = args
+            _, q, q_stride, rows, head, head_stride, dim, scale, s, s_stride, coming, coming_head = args
             lanes = Lanes(builder, kind, uses_dot(kind))
             keys = tile_keys(kind) if queries > 1 else lanes.count
-            k = [lanes.add(lanes.load_as(I64, lanes.add(rows, 8 * j), 8), head) for j in range(keys)]
-            ahead = [lanes.add(lanes.load_as(I64, lanes.add(coming, 8 * j), 8), coming_head) for j in range(keys)]
+
+            def places(listed, inside):
+                """Return where each key's rows of K lie, one a head."""
+                first = [lanes.add(lanes.load_as(I64, lanes.add(listed, 8 * j), 8), inside) for j in range(keys)]
+                return [[lanes.add(row, lanes.mul(head_stride, h)) for h in range(heads)] for row in first]
+
+            k, ahead = places(rows, head), places(coming, coming_head)
             q_row = [lanes.add(q, lanes.mul(q_stride, i)) for i in range(queries)]
             sums = [[lanes.variable(lanes.splat(0.0)) for _ in range(queries)] for _ in range(keys)]
             size = itemsize(kind)
@@ -50,15 +61,16 @@ def _score_tile(queries: int):
             def step(d, load_key):
                 q_here = [lanes.load_query(lanes.add(row, lanes.mul(d, lanes.query_bytes))) for row in q_row]
                 for j in range(keys):
-                    k_here = load_key(lanes.add(k[j], lanes.mul(d, size)))
                     for i in range(queries):
+                        if i % same == 0:
+                            k_here = load_key(lanes.add(k[j][i // same], lanes.mul(d, size)))
                         builder.store(lanes.multiply_add(q_here[i], k_here, lanes.read(sums[j][i])), sums[j][i])
 
             line = max(LINE_BYTES // size, lanes.step)  # numbers that one prefetch brings
             whole = builder.and_(dim, lanes.const(-line))
             with lanes.loop(0, whole, line) as (d, _):
-                for j in range(keys):  # one by one between the sums: a burst of them would be dropped
-                    lanes.prefetch(lanes.add(ahead[j], lanes.mul(d, size)), AHEAD)
+                for row in chain.from_iterable(ahead):  # one by one between the sums: a burst of them would be dropped
+                    lanes.prefetch(lanes.add(row, lanes.mul(d, size)), AHEAD)
                 for part in range(0, line, lanes.step):
                     step(lanes.add(d, part), lanes.load_key)
             with lanes.loop(whole, dim, lanes.step) as (d, _):
@@ -73,14 +85,14 @@ def _score_tile(queries: int):
 
         return codegen
 
-    def score_tile(typingctx, kind, q, q_stride, rows, head, dim, scale, s, s_stride, coming, coming_head):
-        """``s[j, i] = scale * q[i, :dim] @ k[j, :dim]`` for the tile's rows i and keys j.
+    def score_tile(typingctx, kind, q, q_stride, rows, head, head_stride, dim, scale, s, s_stride, coming, coming_head):
+        """``s[j, i] = scale * q[i, :dim] @ k[j, h, :dim]`` for the tile's rows i, their heads h and keys j.
 
-        Row j of K starts at ``rows[j] + head``; `q` is zero-padded to whole vectors; prefetch ``coming[j] +
-        coming_head``.
+        Row j of K starts at ``rows[j] + head + h * head_stride``; `q` is zero-padded to whole vectors. The
+        same rows of the list `coming`, from `coming_head` on, are prefetched.
         """
         number = types.float64 if kind.tag == "float64" else types.float32
-        return types.void(kind, *[_BYTES] * 5, number, *[_BYTES] * 4), codegen_for(kind.tag)
+        return types.void(kind, *[_BYTES] * 6, number, *[_BYTES] * 4), codegen_for(kind.tag)
 
     return intrinsic(score_tile)
 
@@ -103,24 +115,24 @@ def _value_tile(queries: int, select: bool = False):
             size = itemsize(kind)
             width = value_vectors(kind)
             at_once = 2 if lanes.dot else 1  # keys
-            scaling = builder.icmp_signed("==", begin, lanes.const(0))
+            first, last, all_steps = (
+                builder.lshr(x, lanes.const(at_once - 1)) for x in (begin, end, lanes.add(end, at_once - 1))
+            )  # of pairs of keys with `dot`: an odd last key is by itself
 
-            def values_of(j, d, vectors, ragged):
-                """Load one key's vectors of the slice at `d`; with `dot`, pairs of two keys' numbers."""
-                entries = [lanes.add(rows, lanes.mul(lanes.add(j, i), 8)) for i in range(at_once)]
+            def values_of(addresses, d, vectors, ragged):
+                """Load a key's vectors of the slice at `d`; with `dot` the pairs of two keys', or of one's and 0."""
                 inside = lanes.add(head, lanes.mul(d, size))
-                at = [lanes.add(lanes.load_as(I64, entry, 8), inside) for entry in entries]
+                at = [lanes.add(address, inside) for address in addresses]
                 left = builder.sub(dim, d)
                 if not lanes.dot:
                     if ragged:
                         return [lanes.load_cache_up_to(at[0], left)]
                     return [lanes.load_cache(lanes.add(at[0], t * lanes.count * size)) for t in range(vectors)]
-                there = builder.icmp_signed("<", lanes.add(j, 1), end)  # an odd last key is paired with zeros
                 pairs = []
                 for t in range(0, vectors, 2):
                     place = [lanes.add(address, t * lanes.count * size) for address in at]
-                    x, y = (lanes.load_words_up_to(p, left) if ragged else lanes.load_words(p) for p in place)
-                    pairs += lanes.interleave(x, builder.select(there, y, ir.Constant(y.type, None)))
+                    words = [lanes.load_words_up_to(p, left) if ragged else lanes.load_words(p) for p in place]
+                    pairs += lanes.interleave(words[0], words[1] if len(words) > 1 else ir.Constant(lanes.words, None))
                 return pairs[:vectors]
 
             def slice_of(d, vectors, ragged=False):
@@ -134,14 +146,18 @@ def _value_tile(queries: int, select: bool = False):
                 ]
                 # these keys are summed by themselves: equal weights round alike, and long sequential sums would drift
                 sums = [[lanes.variable(lanes.splat(0.0)) for _ in place[i]] for i in range(queries)]
-                with lanes.loop(begin, end, at_once) as (j, _):
-                    for i in range(at_once):
-                        entry = lanes.mul(lanes.add(j, i), 8)
-                        ahead = lanes.add(lanes.add(lanes.load_as(I64, lanes.add(coming, entry), 8), coming_head), here)
+
+                def add(step, keys):
+                    def listed(table):
+                        places = [lanes.mul(lanes.add(lanes.mul(step, at_once), i), 8) for i in range(keys)]
+                        return [lanes.load_as(I64, lanes.add(table, place), 8) for place in places]
+
+                    for row in listed(coming):
+                        ahead = lanes.add(lanes.add(row, coming_head), here)
                         for line in range(0, vectors * lanes.count * size, LINE_BYTES):
                             lanes.prefetch(lanes.add(ahead, line), AHEAD)
-                    values = values_of(j, d, vectors, ragged)
-                    weights = lanes.add(p, lanes.mul(p_stride, builder.lshr(j, lanes.const(at_once - 1))))
+                    values = values_of(listed(rows), d, vectors, ragged)
+                    weights = lanes.add(p, lanes.mul(p_stride, step))
                     for i in range(queries):
                         weight = lanes.load_weight(lanes.add(weights, i * lanes.bytes))
                         dropped = builder.fcmp_ordered("==", weight, lanes.splat(0.0)) if select else None
@@ -149,9 +165,14 @@ def _value_tile(queries: int, select: bool = False):
                             old = lanes.read(sums[i][t])
                             new = lanes.multiply_add(weight, values[t], old)
                             builder.store(builder.select(dropped, old, new) if select else new, sums[i][t])
+
+                with lanes.loop(first, last, 1) as (step, _):
+                    add(step, at_once)
+                if lanes.dot:
+                    with lanes.loop(last, all_steps, 1) as (step, _):
+                        add(step, 1)
                 for i in range(queries):
                     factor = lanes.load_splat(lanes.add(alpha, i * lanes.bytes))
-                    factor = builder.select(scaling, factor, lanes.splat(1.0))
                     for at, total in zip(place[i], sums[i], strict=True):
                         lanes.store(lanes.fma(lanes.load(at), factor, lanes.read(total)), at)
 
@@ -168,16 +189,15 @@ def _value_tile(queries: int, select: bool = False):
                    coming_head):  # fmt: skip
         """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j]`` over ``begin <= j < end``, ``i < queries``.
 
-        `alpha` counts for a block's first keys only, where `begin` is 0. Row j of V starts at ``rows[j] + head``; `acc`
-        rows are padded to whole vectors; prefetch ``coming[j] + coming_head``. For a kind that `uses_dot`, `begin` is
-        even and p is what `pack_weights` makes of the weights.
+        Row j of V starts at ``rows[j] + head``; `acc` rows are padded to whole vectors; prefetch ``coming[j] +
+        coming_head``. For a kind that `uses_dot`, `begin` is even and p is what `pack_weights` makes of the weights.
         """
         return types.void(kind, *[_BYTES] * 12), codegen_for(kind.tag)
 
     return intrinsic(value_tile)
 
 
-score_tile_4, score_tile_1 = _score_tile(4), _score_tile(1)
+score_tile_4, score_tile_1, score_tile_heads = _score_tile(4), _score_tile(1), _score_tile(4, heads=4)
 value_tile_4, value_tile_1, value_tile_1_select = _value_tile(4), _value_tile(1), _value_tile(1, select=True)
 
 
@@ -210,12 +230,12 @@ def _panel_sums(lanes: Lanes, a, a_row, a_step, panel, panel_step, steps) -> lis
 def score_panel(typingctx, kind, k, k_stride, q, steps, scale, s, s_stride):
     """``s[j, :panel_width] = scale * k[j] @ q[:, :panel_width]`` for ``j < panel_height``.
 
-    `q` is a panel of `pack_queries`, k rows of `pack_keys`; `steps` is the head size, or half of it with `packs_pairs`.
+    `q` is a panel of `pack_queries`, k rows of `pack_keys`; `steps` is the head size, or half of it with `uses_dot`.
     """
 
     def codegen(context, builder, sig, args):
         _, k, k_stride, q, steps, scale, s, s_stride = args
-        lanes = Lanes(builder, kind.tag, packs_pairs(kind.tag))
+        lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
         number, factor = lanes.const(lanes.bytes), lanes.splat(scale)
         sums = _panel_sums(lanes, k, k_stride, number, q, lanes.const(panel_width(kind.tag) * lanes.bytes), steps)
         for j, row_sums in enumerate(sums):
@@ -232,12 +252,12 @@ def score_panel(typingctx, kind, k, k_stride, q, steps, scale, s, s_stride):
 def value_panel(typingctx, kind, p, p_stride, v, steps, alpha, acc, acc_stride):
     """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j, :panel_width]`` for ``i < panel_height``.
 
-    `v` is a panel of `pack_values`, `steps` are keys, or pairs of keys with `packs_pairs`; p is as of `pack_weights`.
+    `v` is a panel of `pack_values`, `steps` are keys, or pairs of keys with `uses_dot`; p is as of `pack_weights`.
     """
 
     def codegen(context, builder, sig, args):
         _, p, p_stride, v, steps, alpha, acc, acc_stride = args
-        lanes = Lanes(builder, kind.tag, packs_pairs(kind.tag))
+        lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
         rows = [lanes.add(acc, lanes.mul(acc_stride, i)) for i in range(panel_height())]
         for row in rows:  # used after the sums
             for place in range(0, panel_width(kind.tag) * lanes.bytes, LINE_BYTES):

@@ -59,7 +59,7 @@ import json
 import llvmlite.ir as ir
 from nbattn.cpu_ref import cpu
 
-cpu.REGISTER_BYTES, cpu.BFLOAT16_DOT, cpu.BFLOAT16_DOT_FEW = 64, True, True
+cpu.REGISTER_BYTES, cpu.BFLOAT16_DOT = 64, True
 from nbattn import testing
 from nbattn.cpu_ref.lanes import Lanes
 from nbattn.cpu_ref.paged_attention import paged_worker
