@@ -275,7 +275,7 @@ def run_gather(
         *_cache_values(device, kv, device.address(table), q, options.scale),
         *result,
     )
-    device.launch(family, constants, (num_parts * num_kv_heads, -(-group // pairs), 1), values, shared_bytes)
+    device.launch(family, constants, (num_parts * num_kv_heads, -(-group // pairs), 1), values, shared_bytes, True)
     if parts.splits > 1:
         layout = num_rows, parts.splits, heads, num_kv_heads
         device.launch(*merge_kernel(device, (0, 0, 0), states, layout, result, out))

@@ -50,6 +50,14 @@ def request_of_row(rows, row):
 
 
 @register_jitable
+def ask_for_query(q, q_head, group_begin, first_head, group_size, head_dim, lane):
+    """Ask for the first 256 bytes of q of 16 query heads of a group, which are loaded behind the first keys only."""
+    head, line = int32(first_head + (lane & int32(15))), int32(lane >> int32(4))
+    if head < group_size and int32(64) * line < head_dim:
+        ptx.prefetch(q + int64(group_begin + head) * q_head + int64(128) * int64(line))
+
+
+@register_jitable
 def list_entry(tokens, at, list_end):
     """Return entry `at` of the row's list; -1 at or past its end."""
     return element(tokens, at) if at < list_end else int32(-1)
@@ -134,6 +142,11 @@ def make(cache: str, head_dim: int) -> Kernel:
                         lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
                         gate_kind)  # fmt: skip
         ptx.let_next_start()  # the merge
+        if warp == int32(0):
+            ask_for_query(
+                q + int64(row) * q_row, q_head, kv_head * group_size, first_head, group_size, head_dim_qk, lane
+            )
+        ptx.wait_for_earlier()
         page_begin, kv_len = request_of_row(rows, row)
         list_begin = int32(place * split_size)
         part_end = int32(min(list_begin + split_size, width))

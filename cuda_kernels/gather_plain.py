@@ -44,6 +44,7 @@ def make(cache: str) -> Kernel:
         pitch = row_bytes(max(head_dim_qk, head_dim_vo))  # q, then an accumulator of each warp, then their sums
         accumulators, partials = query + pitch, query + pitch * int32(1 + WARPS)
         ptx.let_next_start()  # the merge
+        ptx.wait_for_earlier()
         page_begin, kv_len = request_of_row(rows, row)
         list_begin = int32(place * split_size)
         list_end = int32(min(list_begin + split_size, width, element(counts, row)))

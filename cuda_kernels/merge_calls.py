@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nbattn.cuda_kernels.calls import LN2, LOG2E, Array, kind_of, packed
-from nbattn.cuda_kernels.shapes import CHUNK_BYTES, PAIR_TASKS, PAIR_THREADS, lane_bits, merge_team
+from nbattn.cuda_kernels.shapes import CHUNK_BYTES, PAIR_BLOCKS, PAIR_TASKS, PAIR_THREADS, lane_bits, merge_team
 
 
 def _width(device: Any, values: list[Array], sums: list[Array], steps: int = 0) -> int:
@@ -37,7 +37,7 @@ def run_merge_pair(
     kinds = (kind_of(x.dtype) for x in (v_a, out, s_a, lse))
     units = (LOG2E, LN2) if lse_base == "e" else (1.0, 1.0)
     address = device.address(mask) if mask is not None else 0
-    values = (*states, *kinds, rows, heads, head_dim, bits, *units, address)
+    values = (*states, *kinds, rows, heads, head_dim, bits, device.multiprocessors * PAIR_BLOCKS, *units, address)
     tasks = (PAIR_THREADS >> bits) * (PAIR_TASKS if width > 1 else 1)  # of a block
     device.launch("merge_pair", {"vector": width > 1}, (-(-rows * heads // tasks), 1, 1), values, overlaps=True)
 

@@ -12,11 +12,11 @@ from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY
 from nbattn.cuda_kernels.formats import store_lse
 from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
-from nbattn.cuda_kernels.shapes import PAIR_TASKS, PAIR_THREADS
+from nbattn.cuda_kernels.shapes import CHUNK_BYTES, LINE_BYTES, PAIR_BLOCKS, PAIR_TASKS, PAIR_THREADS
 from nbattn.indexing import idiv
 from nbattn.scoring import shift, state_weight
 
-THREADS = PAIR_THREADS
+THREADS, LINE = PAIR_THREADS, LINE_BYTES // CHUNK_BYTES  # lanes whose chunks share a line
 
 
 @register_jitable
@@ -48,7 +48,7 @@ def make(vector: bool) -> Kernel:
     def merge_pair(
         v_a, v_a_row, v_a_head, v_a_dim, s_a, s_a_row, s_a_head, v_b, v_b_row, v_b_head, v_b_dim, s_b, s_b_row,
         s_b_head, out, out_row, out_head, out_dim, lse, lse_row, lse_head, v_kind, out_kind, s_kind, lse_kind, num_rows,
-        num_heads, head_dim, lane_bits, s_unit, lse_unit, mask,
+        num_heads, head_dim, lane_bits, early_blocks, s_unit, lse_unit, mask,
     ):  # fmt: skip
         thread, lanes = int32(cuda.threadIdx.x), int32(int32(1) << lane_bits)
         lane, teams = int32(thread & (lanes - int32(1))), int32(int32(THREADS) >> lane_bits)
@@ -58,6 +58,15 @@ def make(vector: bool) -> Kernel:
         some, weight = cuda.local.array(TASK_WORDS, types.uint32), cuda.local.array(2, types.float32)
         s, m = cuda.local.array(STATES, types.float32), cuda.local.array(TASKS, types.float32)
         ptx.let_next_start()  # what comes next waits for this merge, and so for what this one waits for
+        # a lane for each line; not later blocks: they find nothing to wait for
+        if vector and int32(cuda.blockIdx.x) < early_blocks and lane & int32(LINE - 1) == int32(0):
+            row, head = row_and_head(int32(min(first_task, num_tasks - int32(1))), num_heads)
+            dim = int32(min(lane * width(v_kind), head_dim - width(v_kind)))
+            ptx.prefetch(at(at(v_a + int64(dim) * v_a_dim, row, v_a_row), head, v_a_head))
+            ptx.prefetch(at(at(v_b + int64(dim) * v_b_dim, row, v_b_row), head, v_b_head))
+            if lane == int32(0):
+                ptx.prefetch(at(at(s_a, row, s_a_row), head, s_a_head))
+                ptx.prefetch(at(at(s_b, row, s_b_row), head, s_b_head))
         ptx.wait_for_earlier()
         first = int32(0)
         while first < head_dim:  # the lanes' chunks at a time
@@ -110,4 +119,4 @@ def make(vector: bool) -> Kernel:
             first = int32(first + lanes * width(v_kind))
             keep_rolled()
 
-    return Kernel(merge_pair, THREADS, 3 if vector else 2)
+    return Kernel(merge_pair, THREADS, PAIR_BLOCKS if vector else 2)

@@ -241,14 +241,10 @@ def make(vector: bool) -> Kernel:
         dim = int32(min(dim, head_dim - width(v_kind)))  # a lane without a chunk reads another's
         states = States(v + int64(dim) * v_dim, v_state, v_kind, s, s_state, s_kind, s_unit, slots)
         place, slot = shared + thread * int32(4 * WIDTH), cuda.local.array(BATCH, types.int32)
-        is_listed = slots != int64(0)
-        if is_listed:  # what comes next waits for this merge, and so for what this one waits for
-            ptx.let_next_start()
-            if group * int32(BATCH) < count:
-                find_slots(slot, group * int32(BATCH), count, states)
+        ptx.let_next_start()  # what comes next waits for this merge, and so for what this one waits for
+        if slots != int64(0) and group * int32(BATCH) < count:
+            find_slots(slot, group * int32(BATCH), count, states)
         ptx.wait_for_earlier()  # the plan's lists are there before, the states are not
-        if not is_listed:
-            ptx.let_next_start()
         top, total = sum_streams(value, count, group, groups, place, slot, states)
         if groups > int32(1):
             top, total = sum_groups(value, top, total, shared, thread, group, groups, lane_bits)

@@ -134,6 +134,7 @@ PARAMETERS: dict[str, Parameters] = {
     i64: out out_row out_head out_dim lse lse_row lse_head   # may be v_a and s_a
     i32: v_kind out_kind s_kind lse_kind
     i32: num_rows num_heads head_dim lane_bits
+    i32: early_blocks                      # that ask for their states before they wait for the launch ahead
     f32: s_unit lse_unit
     i64: mask                              # one byte a row: a zero leaves the row as it is; 0: all rows
     """

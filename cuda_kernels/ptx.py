@@ -154,6 +154,9 @@ store_u8 = instruction("store_u8", "{.reg .u16 t; cvt.u16.u32 t, $1; st.global.u
 store_2u32 = instruction("store_2u32", "st.global.v2.u32 [$0], {$1,$2};", (), (i64, u32, u32), "memory")
 store_4u32 = instruction("store_4u32", "st.global.v4.u32 [$0], {$1,$2,$3,$4};", (), (i64, u32, u32, u32, u32), "memory")
 
+# a line asked into L2 ahead of a wait: one lane a line, more of them wait for each other
+prefetch = instruction("prefetch", "prefetch.global.L2 [$0];", (), (i64,), "memory")
+
 # ---- shared memory
 shared_load_f32 = instruction("shared_load_f32", "ld.shared.f32 $0, [$1];", (f32,), (i32,), "memory")
 shared_load_u32 = instruction("shared_load_u32", "ld.shared.u32 $0, [$1];", (u32,), (i32,), "memory")

@@ -17,8 +17,9 @@ TWO_BLOCKS_BYTES = 80 * 1024  # of shared memory, which a third block finds no r
 MANY_BLOCKS = 7  # of a multiprocessor, one after another
 PLAIN_WARPS, PLAIN_BLOCKS = 4, 4  # of a block, of a multiprocessor
 MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS = 256, 8, 8  # see merge_states
-PAIR_THREADS, PAIR_TASKS = 512, 1  # see merge_pair
+PAIR_THREADS, PAIR_BLOCKS, PAIR_TASKS = 512, 4, 1  # blocks of a multiprocessor; see merge_pair
 CHUNK_BYTES = 16  # that a lane of a merge takes at a time, where rows are packed and aligned
+LINE_BYTES = 128  # of the L2 cache
 BUSY_THREADS = 768  # that reside on a multiprocessor, see the register table
 LARGEST_HEAD = 8192  # of the plain path: q and four accumulators fill a multiprocessor's shared memory
 
@@ -132,16 +133,18 @@ def merge_team(
         Groups take whole streams: one each, or one group takes all. The sum's order is then the same.
     """
     bits = min(5, lane_bits(head_dim, width))
-    resident = multiprocessors * BUSY_THREADS
+    resident, batches = multiprocessors * BUSY_THREADS, ceil(num_states / MERGE_BATCH)
     if listed:
-        batches = ceil(num_states / MERGE_BATCH)
         group_bits = (max(1, min(batches, MERGE_STREAMS)) - 1).bit_length()
         waves = ceil((rows << bits + group_bits) / resident)
         if waves > max(1, batches // 2):  # then one batch after the other is faster than one wave after the other
             group_bits = 0
-    else:
-        few = num_states <= MERGE_BATCH or rows << bits >= resident
-        group_bits = 0 if few else MERGE_STREAMS.bit_length() - 1
+    elif batches <= 1 or rows << bits >= resident:
+        group_bits = 0
+    else:  # a block a multiprocessor, unless a group then takes more than two batches
+        few = max(0, (MERGE_THREADS * multiprocessors // max(1, rows << bits)).bit_length() - 1)
+        group_bits = few if batches <= 2 << few else (batches - 1).bit_length()
+        group_bits = min(group_bits, MERGE_STREAMS.bit_length() - 1)
     grid = ceil(rows / (MERGE_THREADS >> (bits + group_bits))), ceil(head_dim / (width << bits)), 1
     return bits, group_bits, grid
 

@@ -386,6 +386,7 @@ def _stand_ins() -> dict[str, Callable]:
         "keep_rolled": lambda: None,
         "unroll_fully": lambda: None,
         "load_4u32": _reader(memory, np.uint32, 4),
+        "prefetch": _reader(memory, np.uint8),
         "load_2u32": _reader(memory, np.uint32, 2),
         "load_2f32": _reader(memory, np.float32, 2),
         "shared_load_4u32": _reader(shared, np.uint32, 4),

@@ -163,3 +163,19 @@ def test_groups_take_one_stream_of_states_each_or_one_takes_all(rows, states, gr
     lanes, group_bits, grid = merge_team(rows, 128, 4, MULTIPROCESSORS, states, listed=True)
     assert (lanes, 1 << group_bits) == (5, groups)
     assert grid[0] * 256 == rows * 32 * groups
+
+
+@pytest.mark.parametrize(
+    ("rows", "states", "groups"),
+    [(32, 64, 8), (512, 64, 4), (512, 16, 4), (2048, 16, 1), (2048, 32, 4), (2048, 64, 8), (8192, 64, 1), (32, 8, 1)],
+)
+def test_groups_of_equal_rows_give_each_multiprocessor_a_block_and_take_two_batches(rows, states, groups):
+    """More than that only wait for each other; what fills the device takes its states one batch after the other."""
+    assert merge_team(rows, 128, 8, MULTIPROCESSORS, states) == (
+        *(4, groups.bit_length() - 1),
+        (rows * 16 * groups // 256, 1, 1),
+    )
+
+
+def test_a_merge_of_no_rows_has_an_empty_grid():
+    assert merge_team(0, 128, 8, MULTIPROCESSORS, 64)[2][0] == 0
