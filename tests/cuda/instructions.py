@@ -264,10 +264,6 @@ def _wait_at_barrier(address: int, parity: int) -> None:
         cluster.hub.switch()
 
 
-def _any_of_block(value: int) -> int:
-    return together("block", "any_of_block", value, lambda values: [int(any(values))] * len(values))
-
-
 def _any_of_group(value: int, barrier: int) -> int:
     assert barrier == 1 + current.number // SCOPES["warpgroup"]
     return together("warpgroup", "any_of_group", value, lambda values: [int(any(values))] * len(values))
@@ -405,7 +401,6 @@ def _stand_ins() -> dict[str, Callable]:
         "remote_load_4u32_if": _remote_load_4u32_if,
         "remote_load_2f32": lambda address, rank: tuple(shared(wrap(address, 32, True), 8, rank).view(np.float32)),
         "sync_block": lambda: together("block", "sync_block", None),
-        "any_of_block": _any_of_block,
         "publish_writes": _publish_writes,
         "any_of_group": _any_of_group,
         "registers_of_thread": lambda: None,
