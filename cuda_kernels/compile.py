@@ -41,17 +41,22 @@ _BEFORE_HOPPER = {  # kernels cannot overlap, and every block is a cluster of it
     r"mapa\.shared::cluster\.u32 (\w+), (\S+), \S+;": r"mov.b32 \1, \2;",
     r"ld\.shared::cluster": "ld.shared",
 }
+_FAST_MATH = ("-ftz=1", "-prec-div=0", "-prec-sqrt=0", "-fma=1")  # what Numba's `fastmath` says where it makes PTX
 _MAGIC = b"nbattn cubin 1\n"
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel function and how its blocks look: threads, blocks to fit on a multiprocessor, dynamic shared bytes."""
+    """A kernel function and how its blocks look: threads, blocks to fit on a multiprocessor, dynamic shared bytes.
+
+    If its warpgroups exchange registers, the assembler has to see a whole program: it ignores them in one to be linked.
+    """
 
     function: Callable
     threads: int
     blocks_per_multiprocessor: int
     shared_bytes: int = 0
+    exchanges_registers: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,9 +109,9 @@ def cubin_for(family: str, constants: dict[str, Any], cc: ComputeCapability) -> 
     began = time.perf_counter()
     label = f"{family}({', '.join(f'{k}={v}' for k, v in constants.items())}) for sm_{cc[0]}{cc[1]}"
     logger.info("compiling %s", label)
-    name = f"nbattn_{family}"
-    kernel, ptx = to_ptx(family, constants, cc, name)
-    cubin = Cubin(to_cubin(ptx, cc)[0], name, kernel.threads, kernel.shared_bytes)
+    kernel, code = to_code(family, constants, cc)
+    image, _ = to_cubin(code, cc)
+    cubin = Cubin(image, entry_name(image), kernel.threads, kernel.shared_bytes)
     counters.compiled += 1
     _write(path, cubin)
     logger.info("compiled %s in %.1f s, kept as %s", label, time.perf_counter() - began, path)
@@ -166,35 +171,57 @@ def load_kernel(family: str, constants: dict[str, Any]) -> Kernel:
     return kernel
 
 
-def to_ptx(family: str, constants: dict[str, Any], cc: ComputeCapability, name: str) -> tuple[Kernel, str]:
-    """Compile one specialisation to PTX whose only entry is `name`."""
+def to_code(family: str, constants: dict[str, Any], cc: ComputeCapability) -> tuple[Kernel, str | bytes]:
+    """Compile one specialisation to what `to_cubin` takes: PTX, or the compiler's own code of a whole program."""
     kernel = load_kernel(family, constants)
     from numba import cuda
     from numba.cuda import types
 
-    code = {"i32": types.int32, "i64": types.int64, "f32": types.float32}
-    signature = types.void(*(code[kind] for _, kind in PARAMETERS[family]))
+    kinds = {"i32": types.int32, "i64": types.int64, "f32": types.float32}
+    signature = types.void(*(kinds[kind] for _, kind in PARAMETERS[family]))
     with _device_of(cc):
-        ptx, _ = cuda.compile(
+        code, _ = cuda.compile(
             kernel.function,
             signature,
             device=False,
             abi="numba",
             cc=_full_capability(cc),
-            output="ptx",
+            output="ltoir" if kernel.exchanges_registers else "ptx",
             fastmath=True,
             launch_bounds=(kernel.threads, kernel.blocks_per_multiprocessor),
         )
-    text = ptx.decode() if isinstance(ptx, bytes) else ptx
+    if kernel.exchanges_registers:
+        return kernel, code
+    text = code.decode() if isinstance(code, bytes) else code
     entry = text.split(".visible .entry ", 1)[1].split("(", 1)[0]
     if cc < (9, 0):
         for pattern, older in _BEFORE_HOPPER.items():
             text = re.sub(pattern, older, text)
-    return kernel, text.replace(entry, name)
+    return kernel, text.replace(entry, f"nbattn_{family}")
 
 
-def to_cubin(ptx: str, cc: ComputeCapability) -> tuple[bytes, str]:
-    """Assemble PTX with nvJitLink; return the cubin and the assembler's report of registers and spills."""
+def to_cubin(code: str | bytes, cc: ComputeCapability) -> tuple[bytes, str]:
+    """Assemble with nvJitLink; return the cubin and the report of the assembler: entry, registers, spills."""
+    return _link(code, cc, "cubin")
+
+
+def to_ptx(code: str | bytes, cc: ComputeCapability) -> str:
+    """Return the PTX of a kernel's code."""
+    return code if isinstance(code, str) else _link(code, cc, "ptx")[0].decode()
+
+
+def entry_name(image: bytes) -> str:
+    """Return the name of a cubin's one kernel, which is the name of its section of code.
+
+    The assembler reports it too, but not where the driver's cache had the result already.
+    """
+    names = set(re.findall(rb"\.text\.([\w$]+)\x00", image))
+    if len(names) != 1:
+        raise TargetError(f"cuda: a cubin must hold one kernel, got {len(names)}.")
+    return names.pop().decode()
+
+
+def _link(code: str | bytes, cc: ComputeCapability, wanted: str) -> tuple[bytes, str]:
     try:
         from cuda.bindings import nvjitlink
     except ImportError as error:
@@ -203,19 +230,24 @@ def to_cubin(ptx: str, cc: ComputeCapability) -> tuple[bytes, str]:
         ) from error
     major, minor, *suffix = _full_capability(cc)
     options = [f"-arch=sm_{major}{minor}{''.join(suffix)}", "-Xptxas=-v", "-verbose"]
-    text = ptx.encode()
+    if isinstance(code, str):
+        kind, code = nvjitlink.InputType.PTX, code.encode()
+    else:
+        kind, options = nvjitlink.InputType.LTOIR, [*options, "-lto", *_FAST_MATH]
+    if wanted == "ptx":
+        options.append("-ptx")
     linker = nvjitlink.create(len(options), options)
     try:
-        nvjitlink.add_data(linker, nvjitlink.InputType.PTX, text, len(text), "kernel")
+        nvjitlink.add_data(linker, kind, code, len(code), "kernel")
         nvjitlink.complete(linker)
-        image = bytearray(nvjitlink.get_linked_cubin_size(linker))
-        nvjitlink.get_linked_cubin(linker, image)
+        result = bytearray(getattr(nvjitlink, f"get_linked_{wanted}_size")(linker))
+        getattr(nvjitlink, f"get_linked_{wanted}")(linker, result)
         report = bytearray(nvjitlink.get_info_log_size(linker))
         if report:
             nvjitlink.get_info_log(linker, report)
     finally:
         nvjitlink.destroy(linker)
-    return bytes(image), report.decode(errors="replace")
+    return bytes(result), report.decode(errors="replace")
 
 
 def _full_capability(cc: ComputeCapability) -> tuple:

@@ -46,6 +46,16 @@ class Pages(NamedTuple):
     num_pages: int
 
 
+class Side(NamedTuple):
+    """K or V of one KV head of the cache."""
+
+    rows: int
+    page: int
+    slot: int
+    row_bytes: int
+    num_pages: int
+
+
 class Table(NamedTuple):
     """Where a work item's page ids stand, and the key where it ends."""
 
@@ -56,13 +66,14 @@ class Table(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """Sides of a warpgroup's products: matrix descriptors, the ring of V, and the bits of the keys that exist."""
+    """Sides of a warpgroup's products: matrix descriptors, the ring of V, bits of keys that exist, rings' barriers."""
 
     query: int
     keys: int
     values: int
     v_tiles: int
     bits: int
+    barriers: int
 
 
 class Rules(NamedTuple):

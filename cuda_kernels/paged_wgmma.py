@@ -1,8 +1,9 @@
-"""Paged attention for many query rows on Hopper GPUs: warpgroups multiply tiles of keys that all threads bring.
+"""Paged attention for many query rows on Hopper GPUs: warpgroups multiply tiles of keys that another one brings.
 
 A block takes 128 (row, head) pairs of one work item and KV head, 64 a warpgroup. Where items have no more than 64, it
-is one warpgroup, and two blocks share a multiprocessor. q stays in shared memory. A tile of keys is multiplied by q
-together with the values of the tile before, so that K and V have rings of their own.
+is one warpgroup, and two blocks share a multiprocessor. q stays in shared memory. The last warpgroup copies K and V,
+two warps each, into rings of their own, and gives most of its registers to the others. Those multiply a tile of keys
+by q together with the values of the tile before, and do not wait for each other.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 from numba.extending import register_jitable
 
-from nbattn.cuda_kernels import ptx, warpgroup
+from nbattn.cuda_kernels import ptx, rings, warpgroup
 from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY
-from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules, Sides, Table
+from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules, Side, Sides, Table
 from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.rows import (
     LIMITS_BYTES,
@@ -31,6 +32,8 @@ from nbattn.cuda_kernels.tile import look_up, make_tile
 
 WARP_ROWS, LANE_ROWS = 16, 2
 STAGES = 2  # tiles in the rings of K and of V
+# of a thread that brings and of one that multiplies: as many as the block has, 128 or 168 a thread
+REGISTERS_OF_ONE, REGISTERS_OF_TWO, REGISTERS_OF_LARGE_HEADS = (56, 200), (72, 216), (56, 224)
 
 
 def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
@@ -40,15 +43,15 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
     """
     ROWS, WARPS, BLOCKS = groups * WARPGROUP_ROWS, groups * 4, 3 - groups
     KEYS = wgmma_keys(head_dim, full, groups)
-    FETCHED, WORDS, ALL = KEYS // WARPS, KEYS // 32, (1 << 32) - 1
-    store_bits = ptx.shared_store_u16 if FETCHED == 16 else ptx.shared_store_u8
-    tile = make_tile(cache, head_dim, KEYS, FETCHED, panel_rows=ROWS)
+    KEY_BITS, TURNS, WORDS, ALL = KEYS.bit_length() - 1, KEYS // 64, KEYS // 32, (1 << 32) - 1
+    tile = make_tile(cache, head_dim, KEYS, 32, panel_rows=ROWS)
     TILE, PITCH = KEYS * tile.K_ROW, 4 * head_dim + 32
     K_RING = ROWS * tile.K_ROW
     V_RING = K_RING + STAGES * TILE
     BITS = max(V_RING + STAGES * TILE, ROWS * PITCH)  # accumulators take the place of q, K and V
-    ENDS = BITS + 4 * 4 * WORDS  # of four tiles: three are in use
-    PARTIALS = ENDS + 4 * WARPS
+    BARRIERS = BITS + 4 * 4 * WORDS  # of four tiles: three are in use
+    OF_VALUES, USED = 16, 32  # from the barriers of K to those of V, and from full ones to empty ones
+    PARTIALS = BARRIERS + 64
     LIMITS = PARTIALS + ROWS * 8
     SCRATCH = LIMITS + ROWS * LIMITS_BYTES
     SHARED = SCRATCH + WARPS * 1024
@@ -61,24 +64,50 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
     multiply_keys = warpgroup.make_multiply_keys(tile.OWN_KIND, KEYS, head_dim, ROWS)
     multiply_values = warpgroup.make_multiply_values(tile.OWN_KIND, KEYS, head_dim)
     hold_scores, hold_sums = warpgroup.make_hold(S_NUMBERS), warpgroup.make_hold(O_NUMBERS)
-    wait_for_keys, wait_for_copies = ptx.WAIT_COPIES[1], ptx.WAIT_COPIES[0]
+    wait_for_copies = ptx.WAIT_COPIES[0]
+    fewer, more = REGISTERS_OF_ONE if groups == 1 else REGISTERS_OF_LARGE_HEADS if head_dim > 128 else REGISTERS_OF_TWO
+    shrink, grow = rings.registers_of_thread("dec", fewer), rings.registers_of_thread("inc", more)
     wait_for_scores, wait_for_products = warpgroup.WAIT_PRODUCTS[1], warpgroup.WAIT_PRODUCTS[0]
     publish_writes = warpgroup.publish_writes
-    any_of_block, any_of_group = warpgroup.any_of_block, warpgroup.any_of_group
+    any_of_group = warpgroup.any_of_group
     KEYS_BITS, VALUES_BITS = warpgroup.descriptor_bits(KEYS, False), warpgroup.descriptor_bits(KEYS, True)
 
     @register_jitable
-    def bring_keys(k_tile, bits_at, page, slot, lane, pages):
-        """Start copying the warp's keys of one tile."""
-        found = fetch_rows(k_tile, pages.k, pages.k_page, pages.k_slot, pages.k_bytes, pages.num_pages, page, slot,
-                           lane)  # fmt: skip
-        if lane == int32(0):
-            store_bits(bits_at, found)
+    def bring(side, key, tiles, place, bits_at, barriers, lane, table):
+        """Bring the warp's half of a ring's tiles, as stages become free, and what exists where `bits_at` is not 0."""
+        page, slot = cuda.local.array(TURNS, types.int32), cuda.local.array(TURNS, types.int32)
+        for j in range(tiles):
+            for t in range(TURNS):
+                page[t], slot[t] = look_up(int32(key + int32(32 * t)), table.key_end, table.page_begin,
+                                           table.kv_indices, table.page_size)  # fmt: skip
+            key = int32(key + int32(KEYS))
+            stage, use = int32(j) & int32(1), int32(j) >> int32(1)
+            if use > int32(0):
+                rings.wait_at_barrier(barriers + int32(USED) + stage * int32(8), use & int32(1) ^ int32(1))
+            for t in range(TURNS):
+                target = place + stage * int32(TILE) + int32(32 * 128 * t)
+                found = fetch_rows(target, side.rows, side.page, side.slot, side.row_bytes, side.num_pages, page[t],
+                                   slot[t], lane)  # fmt: skip
+                if bits_at != int32(0) and lane == int32(0):
+                    ptx.shared_store_u32(bits_at + (int32(j) & int32(3)) * int32(4 * WORDS) + int32(4 * t), found)
+            ptx.commit_copies()
+            wait_for_copies()
+            publish_writes()
+            ptx.sync_warp()
+            if lane == int32(0):
+                rings.arrive_at_barrier(barriers + stage * int32(8))
+            keep_rolled()
 
     @register_jitable
-    def bring_values(v_tile, page, slot, lane, pages):
-        """Start copying the warp's values of one tile."""
-        fetch_rows(v_tile, pages.v, pages.v_page, pages.v_slot, pages.v_bytes, pages.num_pages, page, slot, lane)
+    def arrived(barriers, j):
+        """Wait for tile j of a ring."""
+        rings.wait_at_barrier(barriers + (j & int32(1)) * int32(8), (j >> int32(1)) & int32(1))
+
+    @register_jitable
+    def give_back(barriers, j, lane):
+        """Say that the warp has used tile j of a ring."""
+        if lane == int32(0):
+            rings.arrive_at_barrier(barriers + int32(USED) + (j & int32(1)) * int32(8))
 
     @register_jitable
     def give_weights(s, m, d_sum, alphas, bits_at, key0, limits, lane, all_low, all_high, key_position, rules):
@@ -102,42 +131,6 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
         return weigh(s, factor, m, d_sum, alphas), dropped
 
     @register_jitable
-    def look_ahead(ahead, table):
-        """Find the page and slot of the lane's key of one more tile."""
-        ahead[2], ahead[3] = ahead[0], ahead[1]
-        ahead[0], ahead[1] = look_up(ahead[4], table.key_end, table.page_begin, table.kv_indices, table.page_size)
-        ahead[4] = int32(ahead[4] + int32(KEYS))
-
-    @register_jitable
-    def begin(ahead, k_place, bits_place, v_place, lane, table, pages):
-        """Start copying the first two tiles of keys and the first of values, in a group each."""
-        look_ahead(ahead, table)
-        page, slot = ahead[0], ahead[1]
-        look_ahead(ahead, table)
-        look_ahead(ahead, table)
-        bring_keys(k_place, bits_place, page, slot, lane, pages)
-        ptx.commit_copies()
-        bring_keys(k_place + int32(TILE), bits_place + int32(4 * WORDS), ahead[2], ahead[3], lane, pages)
-        bring_values(v_place, page, slot, lane, pages)
-        ptx.commit_copies()
-
-    @register_jitable
-    def bring(j, ahead, k_place, bits_place, v_place, lane, table, pages):
-        """Start copying the warp's keys of tile j + 2 and its values of tile j + 1; tile j - 1 has been used."""
-        bring_keys(k_place + (j & int32(1)) * int32(TILE), bits_place + ((j + int32(2)) & int32(3)) * int32(4 * WORDS),
-                   ahead[0], ahead[1], lane, pages)  # fmt: skip
-        bring_values(v_place + ((j + int32(1)) & int32(1)) * int32(TILE), ahead[2], ahead[3], lane, pages)
-        ptx.commit_copies()
-        look_ahead(ahead, table)
-
-    @register_jitable
-    def meet(dropped):
-        """Wait for all threads' copies; return whether a thread has `dropped` a key whose value is there."""
-        wait_for_copies()
-        publish_writes()
-        return any_of_block(dropped) != int32(0)
-
-    @register_jitable
     def take_nonfinite(s, p, o, v_tile, scratch, warp, lane):
         """If the tile of V holds an infinity or a NaN, add its products where 0 * NaN is never formed, and say so."""
         share = v_tile + (warp & int32(3)) * int32(TILE // 4)
@@ -149,75 +142,76 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
         return True
 
     @register_jitable
-    def begin_products(s, p, o, sides, j):
-        """Start ``s = q @ k.T`` of tile j + 1 and ``o += p @ v`` of tile j."""
-        this, other = int64((j & int32(1)) * int32(TILE >> 4)), int64((j + int32(1) & int32(1)) * int32(TILE >> 4))
-        multiply_keys(s, sides.query, sides.keys + other)
-        multiply_values(o, p, sides.values + this)
+    def stage(j):
+        """Return what leads a descriptor from the first tile of a ring to tile j."""
+        return int64((j & int32(1)) * int32(TILE >> 4))
 
     @register_jitable
-    def first_weights(s, p, m, d_sum, key0, sides, lane, limits, all_low, all_high, key_position, rules):
-        """Multiply and weigh tile 0; return whether a row drops a key whose value is there."""
+    def weights_alone(
+        s, p, o, m, d_sum, j, key_begin, sides, lane, limits, all_low, all_high, key_position, rules
+    ):  # fmt: skip
+        """Multiply and weigh tile j while no other product is under way; return as `give_weights`, the second."""
         alphas = cuda.local.array(LANE_ROWS, types.float32)
-        multiply_keys(s, sides.query, sides.keys)
+        arrived(sides.barriers, j)
+        multiply_keys(s, sides.query, sides.keys + stage(j))
         wait_for_products()
         hold_scores(s)
-        _, dropped = give_weights(s, m, d_sum, alphas, sides.bits, key0, limits, lane, all_low, all_high, key_position,
-                                  rules)  # fmt: skip
+        give_back(sides.barriers, j, lane)
+        bits = sides.bits + (j & int32(3)) * int32(4 * WORDS)
+        key0 = int32(key_begin + j * int32(KEYS))
+        rises, dropped = give_weights(s, m, d_sum, alphas, bits, key0, limits, lane, all_low, all_high, key_position,
+                                      rules)  # fmt: skip
+        if rises:
+            rescale(o, alphas)
         pack_weights(s, p)
         return dropped
 
     @register_jitable
-    def last_values(s, p, o, sides, j, taken):
-        """``o += p @ v`` of tile j, the last one, unless it is `taken` in."""
-        if not taken:
-            multiply_values(o, p, sides.values + int64((j & int32(1)) * int32(TILE >> 4)))
-            wait_for_products()
-            hold_sums(o)
-
-    @register_jitable
-    def clear(v_tile, warp, lane):
-        """Put zeros in the place of a tile that both warpgroups have taken in."""
-        ptx.sync_block()
-        for i in range(TILE // WARPS // 512):
-            at = v_tile + warp * int32(TILE // WARPS) + int32(512 * i) + (lane << int32(4))
-            ptx.shared_store_4f32(at, float32(0), float32(0), float32(0), float32(0))
-        publish_writes()
-        ptx.sync_block()
-
-    @register_jitable
     def take_in(
-        s, p, o, m, d_sum, key0, key_end, sides, ahead, k_place, bits_place, v_place, scratch, warp, lane, limits,
-        all_low, all_high, key_position, table, pages, rules,
+        s, p, o, m, d_sum, key_begin, tiles, sides, scratch, warp, lane, limits, all_low, all_high, key_position, rules
     ):  # fmt: skip
         """Take in all tiles: while a tile's values are multiplied, the next one's products become weights."""
-        alphas, j = cuda.local.array(LANE_ROWS, types.float32), int32(0)
-        dropped = first_weights(s, p, m, d_sum, key0, sides, lane, limits, all_low, all_high, key_position, rules)
-        while int32(key0 + int32(KEYS)) < key_end:
-            lane = ptx.from_lane_i32(lane, lane)  # or all that follows from it would stay in registers, and spill
-            taken = meet(dropped)
-            v_tile = sides.v_tiles + (j & int32(1)) * int32(TILE)
-            if taken and take_nonfinite(s, p, o, v_tile, scratch, warp, lane):
-                clear(v_tile, warp, lane)
-            begin_products(s, p, o, sides, j)
-            bring(j, ahead, k_place, bits_place, v_place, lane, table, pages)
-            key0, j = int32(key0 + int32(KEYS)), int32(j + int32(1))
-            wait_for_scores()
-            hold_scores(s)
-            bits = sides.bits + (j & int32(3)) * int32(4 * WORDS)
-            rises, dropped = give_weights(s, m, d_sum, alphas, bits, key0, limits, lane, all_low, all_high,
-                                          key_position, rules)  # fmt: skip
-            ptx.shared_store_f32(scratch + (lane << int32(2)), d_sum[0] + d_sum[1])  # keeps that ahead of the wait
-            wait_for_products()
-            hold_sums(o)
-            if rises:
-                rescale(o, alphas)
-            pack_weights(s, p)
-            keep_rolled()
-        taken = meet(dropped)
-        if taken:
-            taken = take_nonfinite(s, p, o, sides.v_tiles + (j & int32(1)) * int32(TILE), scratch, warp, lane)
-        last_values(s, p, o, sides, j, taken)
+        alphas, j, of_values = cuda.local.array(LANE_ROWS, types.float32), int32(0), sides.barriers + int32(OF_VALUES)
+        while j < tiles:
+            dropped = weights_alone(s, p, o, m, d_sum, j, key_begin, sides, lane, limits, all_low, all_high,
+                                    key_position, rules)  # fmt: skip
+            goes_on, taken = True, False
+            while goes_on:
+                lane = ptx.from_lane_i32(lane, lane)  # or all that follows from it would stay in registers, and spill
+                if any_of_group(dropped, int32(1) + (warp >> int32(2))) != int32(0):
+                    arrived(of_values, j)
+                    v_tile = sides.v_tiles + (j & int32(1)) * int32(TILE)
+                    taken = take_nonfinite(s, p, o, v_tile, scratch, warp, lane)
+                goes_on = not taken and int32(j + int32(1)) < tiles
+                if goes_on:
+                    arrived(sides.barriers, int32(j + int32(1)))
+                    multiply_keys(s, sides.query, sides.keys + stage(int32(j + int32(1))))
+                    arrived(of_values, j)
+                    multiply_values(o, p, sides.values + stage(j))
+                    j = int32(j + int32(1))
+                    wait_for_scores()
+                    hold_scores(s)
+                    give_back(sides.barriers, j, lane)
+                    bits = sides.bits + (j & int32(3)) * int32(4 * WORDS)
+                    key0 = int32(key_begin + j * int32(KEYS))
+                    rises, dropped = give_weights(s, m, d_sum, alphas, bits, key0, limits, lane, all_low, all_high,
+                                                  key_position, rules)  # fmt: skip
+                    # a store keeps all of that ahead of the wait
+                    ptx.shared_store_f32(scratch + (lane << int32(2)), d_sum[0] + d_sum[1])
+                    wait_for_products()
+                    hold_sums(o)
+                    give_back(of_values, int32(j - int32(1)), lane)
+                    if rises:
+                        rescale(o, alphas)
+                    pack_weights(s, p)
+                keep_rolled()
+            if not taken:
+                arrived(of_values, j)
+                multiply_values(o, p, sides.values + stage(j))
+                wait_for_products()
+                hold_sums(o)
+            give_back(of_values, j, lane)
+            j = int32(j + int32(1))
 
     def paged_wgmma(
         work, row_position, row_request, row_index, beside, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v,
@@ -248,55 +242,53 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
                         lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
                         gate_kind)  # fmt: skip
 
-        # each warp brings its FETCHED keys of every tile; the first ones before anything that waits for memory
-        key0, key_end = item.key_begin, item.key_end
-        table = Table(key_end, item.page_begin, kv_indices, page_size)
-        ahead = cuda.local.array(5, types.int32)  # page and slot of two tiles, and the next key
-        ahead[0], ahead[1], ahead[4] = (
-            int32(-1),
-            int32(0),
-            int32(key0 + warp * int32(FETCHED) + (lane & int32(FETCHED - 1))),
-        )
-        k_place = shared + int32(K_RING) + warp * int32(FETCHED * 128)
-        v_place = shared + int32(V_RING) + warp * int32(FETCHED * 128)
-        bits_place = shared + int32(BITS) + warp * int32(FETCHED // 8)
+        barriers = shared + int32(BARRIERS)
+        if thread < int32(8):  # two stages: of K and V there, of K and V used
+            rings.init_barrier(barriers + thread * int32(8), int32(2 if thread < int32(4) else 4 * groups))
         if not beside:  # plans are copied to the device; what else is read may be a kernel's result
             ptx.wait_for_earlier()
         ptx.let_next_start()
-        begin(ahead, k_place, bits_place, v_place, lane, table, pages)
-
-        first, end = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int32)
-        limits = shared + int32(LIMITS) + warp * int32(WARP_ROWS * LIMITS_BYTES)
-        query = shared + warp * int32(WARP_ROWS * 128)
-        set_up_lanes(query, first, end, limits, item, first_pair, pairs, kv_head, lane, queries, rules)
-        _, high, all_low, all_high = keys_of_warp(first[0], end[0])
-        ends = shared + int32(ENDS)  # of what the warps see
-        if lane == int32(0):
-            ptx.shared_store_u32(ends + (warp << int32(2)), uint32(high))
-        wait_for_keys()
-        publish_writes()
         ptx.sync_block()
-        seen_end = int32(0)
-        for w in range(WARPS):
-            seen_end = int32(max(seen_end, int32(ptx.shared_load_u32(ends + int32(4 * w)))))
-        key_end = int32(min(key_end, seen_end))
-
-        s, p = cuda.local.array(S_NUMBERS, types.float32), cuda.local.array(P_WORDS, types.uint32)
-        o = cuda.local.array(O_NUMBERS, types.float32)
-        m, d_sum = cuda.local.array(LANE_ROWS, types.float32), cuda.local.array(LANE_ROWS, types.float32)
-        for i in range(O_NUMBERS):
-            o[i] = float32(0)
-        for i in range(LANE_ROWS):
-            m[i], d_sum[i] = EMPTY, float32(0)
-        q_at = int64(KEYS_BITS) + int64((shared + (warp >> int32(2)) * int32(WARPGROUP_ROWS * 128)) >> int32(4))
-        k_at = int64(KEYS_BITS) + int64((shared + int32(K_RING)) >> int32(4))
-        v_at = int64(VALUES_BITS) + int64((shared + int32(V_RING)) >> int32(4))
-        sides = Sides(q_at, k_at, v_at, shared + int32(V_RING), shared + int32(BITS))
-        take_in(s, p, o, m, d_sum, key0, key_end, sides, ahead, k_place, bits_place, v_place, scratch, warp, lane,
-                limits, all_low, all_high, item.key_position, table, pages, rules)  # fmt: skip
-        partials, state = shared + int32(PARTIALS) + warp * int32(WARP_ROWS * 8), item.state
-        finish(o, m, d_sum, shared + warp * int32(WARP_ROWS * PITCH), partials, state, item.row_begin, first_pair,
-               pairs, lane, kv_head, group_size, result)  # fmt: skip
+        key0, bits_at = item.key_begin, shared + int32(BITS)
+        tiles = int32(((item.key_end - int32(1) - key0) >> int32(KEY_BITS)) + int32(1))
+        if warp >= int32(4 * groups):
+            shrink()
+            half, table = warp & int32(1), Table(item.key_end, item.page_begin, kv_indices, page_size)
+            key, place = int32(key0 + half * int32(KEYS // 2) + lane), shared + half * int32(64 * KEYS)
+            if warp & int32(2) == int32(0):
+                side = Side(pages.k, k_page, k_slot, pages.k_bytes, num_pages)
+                own_bits = bits_at + half * int32(KEYS // 16)
+                bring(side, key, tiles, place + int32(K_RING), own_bits, barriers, lane, table)
+            else:
+                side = Side(pages.v, v_page, v_slot, pages.v_bytes, num_pages)
+                bring(side, key, tiles, place + int32(V_RING), int32(0), barriers + int32(OF_VALUES), lane, table)
+            if item.state < int32(0):
+                ptx.sync_block()  # the one in `finish`
+        else:
+            grow()
+            limits = shared + int32(LIMITS) + warp * int32(WARP_ROWS * LIMITS_BYTES)
+            first, end = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int32)
+            set_up_lanes(shared + warp * int32(WARP_ROWS * 128), first, end, limits, item, first_pair, pairs, kv_head,
+                         lane, queries, rules)  # fmt: skip
+            _, _, all_low, all_high = keys_of_warp(first[0], end[0])
+            publish_writes()
+            any_of_group(int32(0), int32(1) + (warp >> int32(2)))
+            s, p = cuda.local.array(S_NUMBERS, types.float32), cuda.local.array(P_WORDS, types.uint32)
+            o = cuda.local.array(O_NUMBERS, types.float32)
+            m, d_sum = cuda.local.array(LANE_ROWS, types.float32), cuda.local.array(LANE_ROWS, types.float32)
+            for i in range(O_NUMBERS):
+                o[i] = float32(0)
+            for i in range(LANE_ROWS):
+                m[i], d_sum[i] = EMPTY, float32(0)
+            q_at = int64(KEYS_BITS) + int64((shared + (warp >> int32(2)) * int32(WARPGROUP_ROWS * 128)) >> int32(4))
+            k_at = int64(KEYS_BITS) + int64((shared + int32(K_RING)) >> int32(4))
+            v_at = int64(VALUES_BITS) + int64((shared + int32(V_RING)) >> int32(4))
+            sides = Sides(q_at, k_at, v_at, shared + int32(V_RING), bits_at, barriers)
+            take_in(s, p, o, m, d_sum, key0, tiles, sides, scratch, warp, lane, limits, all_low, all_high,
+                    item.key_position, rules)  # fmt: skip
+            partials, state = shared + int32(PARTIALS) + warp * int32(WARP_ROWS * 8), item.state
+            finish(o, m, d_sum, shared + warp * int32(WARP_ROWS * PITCH), partials, state, item.row_begin, first_pair,
+                   pairs, lane, kv_head, group_size, result)  # fmt: skip
         end_behind_earlier()
 
-    return Kernel(paged_wgmma, 32 * WARPS, BLOCKS, SHARED)
+    return Kernel(paged_wgmma, 32 * WARPS + 128, BLOCKS, SHARED, exchanges_registers=True)

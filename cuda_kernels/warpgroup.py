@@ -31,14 +31,7 @@ publish_writes = instruction(  # what the thread wrote to shared memory becomes 
 WAIT_PRODUCTS = tuple(  # WAIT_PRODUCTS[n](): until at most the n newest products are under way
     instruction(f"wait_products_{n}", f"wgmma.wait_group.sync.aligned {n};", (), (), "memory") for n in range(2)
 )
-any_of_block = instruction(  # a barrier of the block; whether any thread gave a nonzero value
-    "any_of_block",
-    "{.reg .pred p, q; setp.ne.s32 p, $1, 0; bar.red.or.pred q, 0, p; selp.s32 $0, 1, 0, q;}",
-    (types.int32,),
-    (types.int32,),
-    "memory",
-)
-any_of_group = instruction(  # the same among 128 threads, at the barrier whose number comes last
+any_of_group = instruction(  # among 128 threads, at the barrier whose number comes last: whether any value is not 0
     "any_of_group",
     "{.reg .pred p, q; setp.ne.s32 p, $1, 0; bar.red.or.pred q, $2, 128, p; selp.s32 $0, 1, 0, q;}",
     (types.int32,),

@@ -139,8 +139,8 @@ from numba import cuda
 from nbattn.cuda_kernels import compile
 kernel = json.loads({kernel!r})
 t = time.perf_counter()
-_, ptx = compile.to_ptx(kernel["family"], kernel["constants"], tuple(kernel["cc"]), kernel["name"])
-compile.to_cubin(ptx, tuple(kernel["cc"]))
+_, code = compile.to_code(kernel["family"], kernel["constants"], tuple(kernel["cc"]))
+compile.to_cubin(code, tuple(kernel["cc"]))
 print(json.dumps({{"seconds": time.perf_counter() - t}}))"""
 _GPU_LOAD = (
     _GPU_BLANK

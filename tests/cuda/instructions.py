@@ -26,7 +26,16 @@ class Block:
         self.index, self.rank, self.cluster = index, rank, cluster
         self.threads, self.lent = cluster.threads, cluster.lent
         self.shared = np.full(max(cluster.shared_bytes, 16), 0xFF, np.uint8)
+        self.barriers: dict[int, Barrier] = {}
         self.unpublished = np.full(self.shared.size, -1, np.int16)  # whose write matrix units may not see yet
+
+
+class Barrier:
+    """A barrier in shared memory: arrivals of a phase, those that are missing, phases complete, threads that wait."""
+
+    def __init__(self, count: int):
+        self.count = self.missing = count
+        self.phases, self.waiting = 0, []
 
 
 class Cluster:
@@ -231,8 +240,28 @@ def _publish_writes() -> None:
     unpublished[unpublished == current.number] = -1
 
 
-def _any_of_block(value: int) -> int:
-    return together("block", "any_of_block", value, lambda values: [int(any(values))] * len(values))
+def _init_barrier(address: int, count: int) -> None:
+    barriers = current.block.barriers
+    assert address % 8 == 0, f"a misaligned barrier at {address}"
+    assert address not in barriers, f"a barrier at {address} is made twice"
+    barriers[address] = Barrier(count)
+
+
+def _arrive_at_barrier(address: int) -> None:
+    barrier = current.block.barriers[address]
+    barrier.missing -= 1
+    if barrier.missing == 0:
+        barrier.missing, barrier.phases = barrier.count, barrier.phases + 1
+        current.block.cluster.ready += barrier.waiting
+        barrier.waiting = []
+
+
+def _wait_at_barrier(address: int, parity: int) -> None:
+    """Wait until the phase of that parity is complete: it is if the one under way has the other."""
+    barrier, cluster = current.block.barriers[address], current.block.cluster
+    while barrier.phases & 1 == parity:
+        barrier.waiting.append(current.serial)
+        cluster.hub.switch()
 
 
 def _any_of_group(value: int, barrier: int) -> int:
@@ -372,9 +401,12 @@ def _stand_ins() -> dict[str, Callable]:
         "remote_load_4u32_if": _remote_load_4u32_if,
         "remote_load_2f32": lambda address, rank: tuple(shared(wrap(address, 32, True), 8, rank).view(np.float32)),
         "sync_block": lambda: together("block", "sync_block", None),
-        "any_of_block": _any_of_block,
         "publish_writes": _publish_writes,
         "any_of_group": _any_of_group,
+        "registers_of_thread": lambda: None,
+        "init_barrier": _init_barrier,
+        "arrive_at_barrier": _arrive_at_barrier,
+        "wait_at_barrier": _wait_at_barrier,
         "wait_products_0": lambda: None,
         "wait_products_1": lambda: None,
         "hold": lambda array: None,

@@ -64,15 +64,15 @@ def label_of(family: str, constants: dict[str, Any]) -> str:
 
 def compiled(family: str, constants: dict[str, Any]) -> Compiled:
     """Compile a specialisation for an H200."""
-    kernel, ptx = compiler.to_ptx(family, constants, CC, f"nbattn_{family}")
-    _, report = compiler.to_cubin(ptx, CC)
+    kernel, code = compiler.to_code(family, constants, CC)
+    _, report = compiler.to_cubin(code, CC)
     registers = int(re.search(r"Used (\d+) registers", report).group(1))
     stack, stores, loads = map(
         int, re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
     )
     remarks = re.findall(r"\(C\d+\).*", report)  # e.g. that matrix instructions wait for each other
     return Compiled(
-        label_of(family, constants), ptx, registers, stores + loads, stack, kernel.shared_bytes,
+        label_of(family, constants), compiler.to_ptx(code, CC), registers, stores + loads, stack, kernel.shared_bytes,
         kernel.blocks_per_multiprocessor, kernel.threads, remarks,
     )  # fmt: skip
 

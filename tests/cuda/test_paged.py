@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import instructions
 import numpy as np
 import pytest
 from small_problems import numbers, poisoned_cache
@@ -117,6 +118,14 @@ def build(case: Case) -> tuple[np.ndarray, nbattn.PagedKV, np.ndarray, dict[str,
 def test_warpgroups_match_the_oracle(case, lent):
     lent.compute_capability = (9, 0)
     test_matches_the_oracle(case, lent)
+
+
+@pytest.mark.parametrize("skipped", ["wait_at_barrier", "publish_writes"])
+def test_the_emulator_sees_tiles_used_before_they_are_there(skipped, lent, monkeypatch):
+    monkeypatch.setitem(instructions.STAND_INS, skipped, lambda *_: None)
+    lent.compute_capability = (9, 0)
+    with pytest.raises(AssertionError):
+        test_matches_the_oracle(HOPPER[0], lent)
 
 
 @pytest.mark.parametrize("case", TILES + PLAIN, ids=str)
