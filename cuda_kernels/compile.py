@@ -213,7 +213,7 @@ def to_ptx(code: str | bytes, cc: ComputeCapability) -> str:
 def entry_name(image: bytes) -> str:
     """Return the name of a cubin's one kernel, which is the name of its section of code.
 
-    The assembler reports it too, but not where the driver's cache had the result already.
+    The assembler's report names it too, but came empty where several processes compiled at once beside a GPU.
     """
     names = set(re.findall(rb"\.text\.([\w$]+)\x00", image))
     if len(names) != 1:
