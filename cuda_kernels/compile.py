@@ -111,7 +111,7 @@ def cubin_for(family: str, constants: dict[str, Any], cc: ComputeCapability) -> 
     logger.info("compiling %s", label)
     kernel, code = to_code(family, constants, cc)
     image, _ = to_cubin(code, cc)
-    cubin = Cubin(image, entry_name(image), kernel.threads, kernel.shared_bytes)
+    cubin = Cubin(image, entry_name(image, family), kernel.threads, kernel.shared_bytes)
     counters.compiled += 1
     _write(path, cubin)
     logger.info("compiled %s in %.1f s, kept as %s", label, time.perf_counter() - began, path)
@@ -210,15 +210,16 @@ def to_ptx(code: str | bytes, cc: ComputeCapability) -> str:
     return code if isinstance(code, str) else _link(code, cc, "ptx")[0].decode()
 
 
-def entry_name(image: bytes) -> str:
-    """Return the name of a cubin's one kernel, which is the name of its section of code.
+def entry_name(image: bytes, family: str) -> str:
+    """Return the name of a cubin's kernel: ours in PTX, else that of the one section of code.
 
     The assembler's report names it too, but came empty where several processes compiled at once beside a GPU.
     """
-    names = set(re.findall(rb"\.text\.([\w$]+)\x00", image))
-    if len(names) != 1:
-        raise TargetError(f"cuda: a cubin must hold one kernel, got {len(names)}.")
-    return names.pop().decode()
+    names = {name.decode() for name in re.findall(rb"\.text\.([\w$]+)\x00", image)}
+    ours = f"nbattn_{family}"
+    if ours not in names and len(names) != 1:
+        raise TargetError(f"cuda: a cubin of {family} must hold {ours} or one kernel, got {sorted(names)}.")
+    return ours if ours in names else names.pop()
 
 
 def _link(code: str | bytes, cc: ComputeCapability, wanted: str) -> tuple[bytes, str]:

@@ -50,6 +50,7 @@ class Compiled:
     blocks: int
     threads: int
     remarks: list[str]
+    names: tuple[str, str]  # of the kernel: as the launcher finds it, and as the assembler reports it
 
     @property
     def line(self) -> str:
@@ -65,7 +66,7 @@ def label_of(family: str, constants: dict[str, Any]) -> str:
 def compiled(family: str, constants: dict[str, Any]) -> Compiled:
     """Compile a specialisation for an H200."""
     kernel, code = compiler.to_code(family, constants, CC)
-    _, report = compiler.to_cubin(code, CC)
+    image, report = compiler.to_cubin(code, CC)
     registers = int(re.search(r"Used (\d+) registers", report).group(1))
     stack, stores, loads = map(
         int, re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
@@ -74,6 +75,7 @@ def compiled(family: str, constants: dict[str, Any]) -> Compiled:
     return Compiled(
         label_of(family, constants), compiler.to_ptx(code, CC), registers, stores + loads, stack, kernel.shared_bytes,
         kernel.blocks_per_multiprocessor, kernel.threads, remarks,
+        (compiler.entry_name(image, family), re.search(r"Compiling entry function '([^']+)'", report).group(1)),
     )  # fmt: skip
 
 

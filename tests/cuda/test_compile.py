@@ -35,6 +35,7 @@ def test_compiles_without_a_gpu(family, constants):
     result = compiled(family, constants)
     assert faults(result.ptx, converts_lse=family in ("merge_states", "merge_pair")) == []
     assert (result.spilled_bytes, result.stack_bytes, result.remarks) == (0, 0, [])
+    assert result.names[0] == result.names[1]
     assert result.registers <= read_table()[result.label] + 4, "registers.txt says less: python register_table.py"
     assert result.registers * result.threads * result.blocks <= REGISTERS_OF_A_MULTIPROCESSOR
     if "plain" not in family:  # there the launch says how much

@@ -118,7 +118,7 @@ def test_a_graph_that_rotates_is_replayed_where_it_holds_angles(lent, monkeypatc
 
 
 REFUSED = [
-    ({"qo_indptr": np.array([0, 2, 2], np.int32)}, "plan: must be made for this call's lengths and offsets"),
+    ({"qo_indptr": np.array([0, 2, 2], np.int32)}, "plan: must be made for this call's lengths, offsets"),
     ({"causal": False}, "causal: must be the plan's"),
     ({"out": np.zeros((2, HEADS, DIM), np.float16)}, "out: must be bfloat16"),
     ({"sinks": np.zeros(3, np.float32)}, r"sinks: must be \[4\]"),
