@@ -18,13 +18,11 @@ from numba.extending import intrinsic
 from nbattn.cpu_ref.cpu import REGISTER_BYTES
 from nbattn.cpu_ref.lanes import AHEAD, TO_L1, Lanes, lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import I64, itemsize
+from nbattn.cpu_ref.scratch import LINE_BYTES
 from nbattn.scoring import LOWEST
 
-FOLD_KEYS = (
-    512  # keys after which the running sums are folded into totals: equal weights round alike, and sums would drift
-)
+FOLD_KEYS = 512  # after which running sums are folded into totals: equal weights round alike, sums would drift
 KEYS = 16  # keys of a block: 64 of them overflow L2 together with the prefetched next block
-LINE_BYTES = 64
 PANEL_VECTORS = 2  # of a panel: `panel_height` times as many sums, the panel and a broadcast fill the registers
 SCORES_AT_ONCE = 4  # whose maxima are found side by side
 _BYTES = types.int64
