@@ -10,7 +10,7 @@ import platform
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns, sleep
 from typing import Any
 
 import llvmlite.ir as ir
@@ -31,6 +31,7 @@ ACCUMULATORS = 12  # independent multiply-adds: latency times two units a cycle,
 SLOW_CALL = 0.2  # seconds from which a contender is timed fewer times
 SLOW_REPEATS = 3
 SETTLE = 0.003  # seconds that a contender runs before it is timed
+IDLE_PROBE, LONGEST_SPIN = 0.002, 1.0  # seconds: of a look at whether threads still spin, and of waiting for them
 
 _I32, _I64, _POINTER = ir.IntType(32), ir.IntType(64), ir.PointerType()
 
@@ -171,8 +172,8 @@ def limit_calls(problem: Any, threads: int) -> dict[str, tuple[list[Call], float
 def interleaved(contenders: dict[str, list[Call]], repeats: int) -> dict[str, np.ndarray]:
     """Time the contenders in turn, A B A B, each on the cache that was read longest ago.
 
-    Before each timed call the contender runs untimed for a while, on other caches: its own threads are awake then, and
-    those of the one before have stopped spinning.
+    Before each timed call the threads of the contender before have stopped spinning, and the contender has run untimed
+    for a while, on other caches, so that its own threads are awake.
 
     Returns
     -------
@@ -191,6 +192,7 @@ def interleaved(contenders: dict[str, list[Call]], repeats: int) -> dict[str, np
         for name, calls in contenders.items():
             if repeat >= times[name]:
                 continue
+            wait_for_idle()
             begin = perf_counter_ns()
             while perf_counter_ns() - begin < 1e9 * SETTLE:
                 calls[next(turn) % len(calls)]()
@@ -199,6 +201,16 @@ def interleaved(contenders: dict[str, list[Call]], repeats: int) -> dict[str, np
             call()
             samples[name][repeat] = 1e-9 * (perf_counter_ns() - begin)
     return samples
+
+
+def wait_for_idle() -> None:
+    """Sleep until no thread of this process runs; some libraries' threads spin for 0.2 s after a call."""
+    end = perf_counter_ns() + 1e9 * LONGEST_SPIN
+    while perf_counter_ns() < end:
+        used = process_time_ns()
+        sleep(IDLE_PROBE)
+        if process_time_ns() - used < 1e8 * IDLE_PROBE:
+            return
 
 
 def device_name() -> str:
