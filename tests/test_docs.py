@@ -88,12 +88,20 @@ def test_pages_with_examples_are_run():
         assert blocks(PAGES[name].read_text()), f"{name} has no Python block"
 
 
+def anchors(page):
+    """Return what a link may name behind ``#``: a page's headings, as the places that show them spell anchors."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name):
     page = PAGES[name]
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)[^)]*\)", page.read_text()):
         if not target.startswith(("https://", "http://")):
-            assert (page.parent / target).exists(), f"{name}: {target}"
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{name}: {target}"
+            assert not anchor or anchor in anchors(linked), f"{name}: {target}#{anchor}"
 
 
 @pytest.mark.parametrize(
