@@ -161,7 +161,7 @@ def load_kernel(family: str, constants: dict[str, Any]) -> Kernel:
     except ImportError as error:
         raise TargetError(
             f"cuda: compiling a kernel needs numba-cuda and its CUDA packages, got {error}. "
-            "Install them with: pip install 'nbattn[cuda13]'."
+            "In a clone: pip install '.[cuda13]'."
         ) from error
     kernel = module.make(**constants)
     expected = [name for name, _ in PARAMETERS[family]]
@@ -227,7 +227,7 @@ def _link(code: str | bytes, cc: ComputeCapability, wanted: str) -> tuple[bytes,
         from cuda.bindings import nvjitlink
     except ImportError as error:
         raise TargetError(
-            f"cuda: assembling a kernel needs cuda-bindings, got {error}. Install them: pip install 'nbattn[cuda13]'."
+            f"cuda: assembling a kernel needs cuda-bindings, got {error}. In a clone: pip install '.[cuda13]'."
         ) from error
     major, minor, *suffix = _full_capability(cc)
     options = [f"-arch=sm_{major}{minor}{''.join(suffix)}", "-Xptxas=-v", "-verbose"]

@@ -44,7 +44,7 @@ def cupy() -> Any:
     try:
         import cupy as module
     except ImportError as error:
-        raise TargetError(f"cuda: needs CuPy, got {error}. Install it with: pip install 'nbattn[cuda13]'.") from error
+        raise TargetError(f"cuda: needs CuPy, got {error}. In a clone: pip install '.[cuda13]'.") from error
     if not module.cuda.is_available():
         driver()
         raise TargetError("cuda: needs an NVIDIA GPU, got none that the driver can see. Check nvidia-smi.")

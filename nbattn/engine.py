@@ -28,7 +28,7 @@ def backend(target: str) -> ModuleType:
         return import_module("nbattn.cuda_kernels.target")
     except ImportError as error:
         raise TargetError(
-            f"target: the CUDA kernels cannot be loaded, {error}. Install them with: pip install 'nbattn[cuda13]'."
+            f"target: the CUDA kernels cannot be loaded, {error}. In a clone: pip install '.[cuda13]'."
         ) from error
 
 

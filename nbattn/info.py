@@ -113,7 +113,7 @@ def _cupy() -> str:
     except ModuleNotFoundError as error:
         if error.name != "cupy":
             raise
-        return 'not installed: pip install "nbattn[cuda13]" for a CUDA 13 driver, "nbattn[cuda12]" for CUDA 12'
+        return 'not installed; in a clone: pip install ".[cuda13]" for a CUDA 13 driver, ".[cuda12]" for CUDA 12'
     if not cupy.cuda.is_available():
         return f"{cupy.__version__} imports, but sees no GPU"
     return f"{cupy.__version__} sees {cupy.cuda.runtime.getDeviceCount()} GPU(s)"
@@ -123,7 +123,7 @@ def _numba_cuda() -> str:
     try:
         metadata.version("numba-cuda")
     except metadata.PackageNotFoundError:
-        return 'not installed: pip install "nbattn[cuda13]" or "nbattn[cuda12]"'
+        return 'not installed; in a clone: pip install ".[cuda13]" or ".[cuda12]"'
     cuda = import_module("numba.cuda")
     return f"imports; {'sees a GPU' if cuda.is_available() else 'sees no GPU'}"
 

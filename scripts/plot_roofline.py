@@ -4,7 +4,7 @@
 
 Each point is a shape: operations a second over operations a byte. The slope is memory at its measured rate, the flat
 part arithmetic at its own; a hollow point is the best rival's time for the same shape. Needs matplotlib
-(``pip install "nbattn[plot]"``).
+(``pip install ".[plot]"`` in a clone).
 """
 
 from __future__ import annotations
