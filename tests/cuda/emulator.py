@@ -14,10 +14,12 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import instructions
+import machine
 import numpy as np
 from greenlet import greenlet
-from instructions import STAND_INS, Cluster, Thread, warpgroup_product, wrap
+from instructions import STAND_INS
+from machine import Cluster, Thread, wrap
+from matrix_units import warpgroup_product
 from numba import cuda as numba_cuda
 from numba.core.types import Type as NumbaType
 
@@ -63,11 +65,11 @@ class _Cuda:
 
     @property
     def threadIdx(self) -> _Index:
-        return _Index(instructions.current.number)
+        return _Index(machine.current.number)
 
     @property
     def blockIdx(self) -> _Index:
-        return _Index(*instructions.current.block.index)
+        return _Index(*machine.current.block.index)
 
 
 def _stand_in(value: Any, done: dict) -> Any:
@@ -145,7 +147,7 @@ def emulate(
         begun, finished = set(), 0
         while blocks.ready:
             number = blocks.ready.pop(0)
-            instructions.current = threads[number]
+            machine.current = threads[number]
             if number in begun:
                 runs[number].switch()
             else:
