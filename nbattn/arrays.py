@@ -93,9 +93,9 @@ def form_of(x: Array) -> Form:
 
 def has_form(x: Any, form: Form | None) -> bool:
     """Return whether `x` is an array of a form, or None where the form is None."""
-    if form is None:
-        return x is None
-    return type(x) is form[0] and bool((x.dtype, x.shape, x.strides) == form[1])
+    if form is None or x is None:
+        return x is form
+    return type(x) is form[0] and form[1] == (x.dtype, x.shape, x.strides)
 
 
 _names: dict[np.dtype, str] = {}  # str(dtype) takes a microsecond, and a call asks a dozen times

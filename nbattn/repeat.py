@@ -77,8 +77,10 @@ class RememberedCall:
         """
         if not _equal(plain, self.plain) or len(levels) != len(self.levels):
             return None
-        address, pages = self.launch.address, list[int]()
-        for (kv, qo_indptr, is_causal), (table, forms, causal, offsets) in zip(levels, self.levels, strict=True):
+        address = self.launch.address
+        pages: list[int] = []
+        for i, (table, forms, causal, offsets) in enumerate(self.levels):
+            kv, qo_indptr, is_causal = levels[i]
             if type(kv) is not PagedKV or kv.table is not table() or kv.forms != forms:
                 return None
             if bool(is_causal) is not causal or _offsets(qo_indptr) != offsets:
@@ -102,12 +104,16 @@ class RememberedCall:
 
     def over(self, pages: list[int], q: Array, arrays: tuple[Any, ...], out: Any, lse: Any) -> Any:
         """Run over K and V at `pages`, which have the forms of the call's, if the other arrays have theirs too."""
-        options: tuple[int, ...] = ()
+        launch, options = self.launch, ()
+        address = launch.address
         if not all(map(is_, arrays, self.arrays)):
             if not _equal(_forms(arrays), self.arrays):
                 return None
-            options = tuple(self.launch.address(x) if library_of(x) else 0 for x in arrays)
-        if not has_form(q, self.query) or not has_form(out, self.results[0]) or not has_form(lse, self.results[1]):
+            options = tuple(address(x) if library_of(x) else 0 for x in arrays)
+        form, lse_form = self.results
+        if not has_form(q, self.query) or not has_form(out, form):
+            return None
+        if lse is not lse_form and not has_form(lse, lse_form):
             return None
         both = self.plain[_RETURN_LSE]
         if isinstance(q, np.ndarray) and not (_writable(out) and _writable(lse)):
@@ -118,8 +124,7 @@ class RememberedCall:
                 out = new.empty(shape, dtype) if self.covered else new.zeros(shape, dtype)
             if lse is None and both:
                 lse = new.full(shape[:2], -np.inf, lse_dtype)
-        address = self.launch.address
-        if not self.launch((address(q), address(out), 0 if lse is None else address(lse), *pages), options):
+        if not launch((address(q), address(out), 0 if lse is None else address(lse), *pages), options):
             return None
         return (out, lse) if both else out
 
