@@ -13,6 +13,7 @@ from nbattn.cuda_kernels.shapes import LARGEST_CLUSTER, PORTABLE_CLUSTER
 
 if TYPE_CHECKING:
     from nbattn.cuda_kernels.calls import KernelCall
+    from nbattn.cuda_kernels.launch import BoundLaunch
 
 _DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 _MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount; CuPy's `Device.attributes` asks for all of them
@@ -93,7 +94,7 @@ class Device:
         kernel = launch.kernel(family, self.number, **constants)
         kernel(self.stream(), grid, values, shared_bytes, overlaps, cluster)
 
-    def bind(self, call: KernelCall, cells: Any, places: dict[str, int]) -> launch.BoundLaunch:
+    def bind(self, call: KernelCall, cells: Any, places: dict[str, int]) -> BoundLaunch:
         """Return a kernel's launch on any stream; parameters named in `places` are read from `cells` each time."""
         family, constants, *how = call
         return launch.kernel(family, self.number, **constants).bind(cells, places, *how)

@@ -106,8 +106,8 @@ class RememberedCall:
 
     def over(self, pages: list[int], q: Array, arrays: tuple[Any, ...], out: Any, lse: Any) -> Any:
         """Run over K and V at `pages`, which have the forms of the call's, if the other arrays have theirs too."""
-        launch, options = self.launch, ()
-        address = launch.address
+        launch, address = self.launch, self.launch.address
+        options: tuple[int, ...] = ()
         sinks, mask, slopes, k_scale, v_scale = arrays
         if self.arrays is not _NO_ARRAYS or not sinks is mask is slopes is k_scale is v_scale is None:
             if not _equal(_forms(arrays), self.arrays):
