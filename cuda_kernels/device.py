@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from nbattn.cuda_kernels.shapes import LARGEST_CLUSTER, PORTABLE_CLUSTER
 
 if TYPE_CHECKING:
     from nbattn.cuda_kernels.calls import KernelCall
+    from nbattn.cuda_kernels.launch import BoundLaunch
 
 _DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 _MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount; CuPy's `Device.attributes` asks for all of them
@@ -27,14 +29,12 @@ class Device:
         major = self.compute_capability[0]
         self.largest_cluster = LARGEST_CLUSTER if major == 9 else PORTABLE_CLUSTER if major > 9 else 1
         self.multiprocessors = int(self.cupy.cuda.runtime.deviceGetAttribute(_MULTIPROCESSORS, self.number))
+        self.address: Callable[[Any], int] = attrgetter("data.ptr")  # of an array's first element
+        self._current_stream = self.cupy.cuda.get_current_stream
 
     def holds(self, array: Any) -> bool:
         """Return whether the array lives in the device's memory."""
         return isinstance(array, self.cupy.ndarray)
-
-    def address(self, array: Any) -> int:
-        """Return the address of an array's first element."""
-        return array.data.ptr
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """Return uninitialised memory."""
@@ -76,7 +76,7 @@ class Device:
 
     def stream(self) -> int:
         """Return the handle of the current stream."""
-        return launch.current_stream(self.number)
+        return self._current_stream(self.number).ptr
 
     def wait(self) -> None:
         """Wait for the current stream."""
@@ -94,7 +94,7 @@ class Device:
         kernel = launch.kernel(family, self.number, **constants)
         kernel(self.stream(), grid, values, shared_bytes, overlaps, cluster)
 
-    def bind(self, call: KernelCall, cells: Any, places: dict[str, int]) -> Callable[[int], None]:
-        """Return what runs a kernel on a given stream; parameters named in `places` are read from `cells` each time."""
+    def bind(self, call: KernelCall, cells: Any, places: dict[str, int]) -> BoundLaunch:
+        """Return a kernel's launch on any stream; parameters named in `places` are read from `cells` each time."""
         family, constants, *how = call
         return launch.kernel(family, self.number, **constants).bind(cells, places, *how)

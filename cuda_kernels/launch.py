@@ -6,6 +6,7 @@ import ctypes
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -102,7 +103,7 @@ class LoadedKernel:
         """Launch on `stream` with `values` in the order of `PARAMETERS`; `how` is what `BoundLaunch` takes."""
         with self._lock:
             self._own.pack(values)
-            BoundLaunch(self, self._own, grid, *how)(stream)
+            BoundLaunch(self, self._own, grid, *how).on(stream)()
 
     def bind(self, cells: ctypes.Array, places: dict[str, int], grid: Grid, values: tuple, *how: Any) -> BoundLaunch:
         """Return a launch whose parameters stay, but for those in `places`: they are read from these `cells`."""
@@ -172,7 +173,7 @@ def _attributes(overlaps: bool, cluster: int) -> Any:
 
 
 class BoundLaunch:
-    """One launch, of which only the stream is open; an empty grid launches nothing.
+    """One launch, of which only the stream is open (see `on`); an empty grid launches nothing.
 
     Parameters
     ----------
@@ -191,38 +192,43 @@ class BoundLaunch:
         self, kernel: LoadedKernel, parameters: Parameters, grid: Grid, shared_bytes: int | None = None,
         overlaps: bool = False, cluster: int = 1,
     ):  # fmt: skip
-        shared = kernel.shared_bytes if shared_bytes is None else shared_bytes
-        kernel.allow_shared(shared)
-        self._what = f"grid={grid}, threads={kernel.threads}, shared={shared}, cluster={cluster}"
-        self._parameters, self._address = parameters, parameters.address
-        api = sys.modules["cupy"].cuda.driver  # CuPy's call of the driver takes half the time of one through ctypes
-        self._error = api.CUDADriverError
-        self._launch: Any = None
-        self._config: Any = None  # of cuLaunchKernelEx, where that is called
-        attributes = _attributes(overlaps and kernel.can_overlap, cluster)
-        if not all(grid):
-            return
-        if not attributes:
-            self._launch = partial(api.launchKernel, kernel._function, *grid, kernel.threads, 1, 1, shared)
-            return
-        self._config = _Config(grid, (kernel.threads, 1, 1), shared, None, attributes, len(attributes))
-        self._launch = partial(driver().cuLaunchKernelEx, ctypes.byref(self._config),
-                               ctypes.c_void_p(kernel._function), ctypes.c_void_p(self._address), None)  # fmt: skip
+        self._kernel, self._parameters, self._grid = kernel, parameters, grid
+        self._shared = kernel.shared_bytes if shared_bytes is None else shared_bytes
+        kernel.allow_shared(self._shared)
+        self._attributes = _attributes(overlaps and kernel.can_overlap, cluster)
+        self._what = f"grid={grid}, threads={kernel.threads}, shared={self._shared}, cluster={cluster}"
 
-    def __call__(self, stream: int) -> None:
-        """Launch on `stream`."""
-        if self._launch is None:
-            return
-        if self._config is not None:
-            self._config.stream = stream
-            result = self._launch()
+    def on(self, stream: int) -> Callable[[], None]:
+        """Return what launches on `stream`."""
+        if not all(self._grid):
+            return lambda: None
+        return self._with_attributes(stream) if self._attributes else self._plain(stream)
+
+    def _with_attributes(self, stream: int) -> Callable[[], None]:
+        kernel, attributes = self._kernel, self._attributes
+        config = _Config(self._grid, (kernel.threads, 1, 1), self._shared, stream, attributes, len(attributes))
+        call = partial(driver().cuLaunchKernelEx, ctypes.byref(config), ctypes.c_void_p(kernel._function),
+                       ctypes.c_void_p(self._parameters.address), None)  # fmt: skip
+
+        def launch() -> None:
+            result = call()
             if result:
                 check(result, f"cuLaunchKernelEx({self._what})")
-            return
-        try:
-            self._launch(stream, self._address, 0)
-        except self._error as error:
-            raise TargetError(f"cuda: cuLaunchKernel({self._what}) must succeed, got {error}.") from error
+
+        return launch
+
+    def _plain(self, stream: int) -> Callable[[], None]:
+        api = sys.modules["cupy"].cuda.driver  # CuPy's call of the driver takes half the time of one through ctypes
+        call = partial(api.launchKernel, self._kernel._function, *self._grid, self._kernel.threads, 1, 1, self._shared,
+                       stream, self._parameters.address, 0)  # fmt: skip
+
+        def launch() -> None:
+            try:
+                call()
+            except api.CUDADriverError as error:
+                raise TargetError(f"cuda: cuLaunchKernel({self._what}) must succeed, got {error}.") from error
+
+        return launch
 
 
 def check(result: int, call: str) -> None:
@@ -249,8 +255,3 @@ def kernel(family: str, device: int, **constants: Any) -> LoadedKernel:
             if found is None:
                 found = loaded[key] = LoadedKernel(family, constants, device)
     return found
-
-
-def current_stream(device: int) -> int:
-    """Return the handle of CuPy's current stream on a device; CuPy is loaded, because its arrays are being served."""
-    return sys.modules["cupy"].cuda.get_current_stream(device).ptr

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -53,14 +53,9 @@ class Segment:
     pairs: int
 
 
-class _Part(NamedTuple):
-    numbers: np.ndarray
-    room: int
-    filler: int = 0  # what stands in the rest of its room
-
-
+_Part = tuple[np.ndarray, int, int]  # numbers, their room, and what stands in the rest of it
 _NOTHING = np.zeros(0, np.int32)
-_EMPTY = _Part(_NOTHING, 0)
+_EMPTY: _Part = (_NOTHING, 0, 0)
 
 
 class PlanMetadata:
@@ -133,16 +128,16 @@ class PlanMetadata:
         room, first = self.room, self._buffer is None
         parts: dict[str, _Part] = {}
         for (level, tile), items in self._split_by_tile(work, max_tokens, len(tables)).items():
-            parts[f"work {level} {tile}"] = _Part(items, len(WORK) * max(len(items), room.items or 0))
+            parts[f"work {level} {tile}"] = items, len(WORK) * max(len(items), room.items or 0), 0
         for name, rows in (("position", row_position), ("request", row_request), ("index", row_index)):
-            parts[name] = _Part(rows, len(rows))
+            parts[name] = rows, len(rows), 0
         merges = max(len(merge_rows), room.merge_rows or 0)
-        parts["merge rows"] = _Part(merge_rows, merges, -1)
-        parts["merge indptr"] = _Part(merge_indptr, merges + 1, int(merge_indptr[-1]))
-        parts["merge slots"] = _Part(merge_slots, max(len(merge_slots), room.merge_slots or 0))
+        parts["merge rows"] = merge_rows, merges, -1
+        parts["merge indptr"] = merge_indptr, merges + 1, int(merge_indptr[-1])
+        parts["merge slots"] = merge_slots, max(len(merge_slots), room.merge_slots or 0), 0
         on_device = [self.device.holds(table) for table in tables]
         for level, table in enumerate(tables):
-            parts[f"table {level}"] = _Part(_NOTHING if on_device[level] else table, max(table.size, room.pages or 0))
+            parts[f"table {level}"] = _NOTHING if on_device[level] else table, max(table.size, room.pages or 0), 0
         if first:
             self._lay_out(parts)
             self.num_states, self.num_merges = max(num_states, room.states or 0), merges
@@ -202,10 +197,10 @@ class PlanMetadata:
 
     def _lay_out(self, parts: dict[str, _Part]) -> None:
         self._places, end = {}, 0
-        self._written: dict[str, tuple[int, int]] = {}  # how much of a part holds numbers, and what the rest does
-        for name, part in parts.items():
-            self._places[name] = (end, part.room)
-            end += -(-part.room // _ALIGNMENT) * _ALIGNMENT
+        self._written: dict[str, tuple[np.ndarray, int]] = {}  # the numbers of a part, and what stands behind them
+        for name, (_, room, _) in parts.items():
+            self._places[name] = (end, room)
+            end += -(-room // _ALIGNMENT) * _ALIGNMENT
         self._host = np.zeros(max(end, 1), np.int32)
         self._buffer = self.device.empty((max(end, 1),), "int32")
         before_tables = self._places["table 0"][0]
@@ -220,17 +215,22 @@ class PlanMetadata:
             self.segments.append(Segment(level, tile, self._address(name), count, pairs))
 
     def _copy(self, parts: dict[str, _Part], whole: bool) -> None:
-        """Upload the parts; page ids stand last and are left alone unless `whole`."""
+        """Upload the parts; page ids stand last and are left alone unless `whole`.
+
+        Nothing writes to a plan's arrays: one that was there before holds what it held.
+        """
         for name, (begin, room) in self._places.items():
             numbers, _, filler = parts.get(name, _EMPTY)
-            end, size = begin + room, numbers.size
+            before, filled = self._written.get(name, (None, filler))
+            if numbers is before and filler == filled:
+                continue
+            end, size, used = begin + room, numbers.size, room if before is None else before.size
             if size > room:
                 raise ContractError(f"plan: must fit its room ({name}: {room} numbers), got {size}.")
             self._host[begin : begin + size] = numbers.reshape(-1)
-            used, filled = self._written.get(name, (room, filler))
             if size < used or filler != filled:
                 self._host[begin + size : begin + used if filler == filled else end] = filler
-            self._written[name] = size, filler
+            self._written[name] = numbers, filler
         host, buffer = (self._host, self._buffer) if whole else self._without_tables
         self.device.upload(host, buffer)
 

@@ -236,7 +236,7 @@ def run_paged(problem: Problem, plan: Plan, device: Any = None) -> PagedCall | N
             fold = None if planes is not None else k_scale
             positions = metadata.pointers["position"]
             _prepare_query(device, problem, q, plan.num_rows, prepare or Preparation(), fold, positions)
-        call.run(call.addresses, call.options)
+        call(call.addresses, call.options)
     arrays = [0 if x is None or isinstance(x, (int, float)) else device.address(x) for x in options.arrays]
     return call if call.aligned and not is_prepared and call.options == tuple(arrays) else None
 

@@ -39,12 +39,32 @@ def on_host(*arrays: Array) -> list[np.ndarray]:
     if len(arrays) == 1 or not all(library_of(x) == "cupy" and x.size for x in arrays):
         return [x if isinstance(x, np.ndarray) else x.get() for x in arrays]
     cuda = sys.modules["cupy"].cuda
-    copies = [np.frombuffer(cuda.alloc_pinned_memory(x.nbytes), x.dtype, x.size) for x in arrays]
-    for x, copy in zip(arrays, copies, strict=True):
-        x.get(out=copy, blocking=False)
+    memory, begin, copies = cuda.alloc_pinned_memory(sum(x.nbytes for x in arrays)), 0, []
+    for x in arrays:
+        copy = np.frombuffer(memory, x.dtype, x.size, begin)
+        if _is_in_one_piece(x):
+            x.data.copy_to_host_async(memory.ptr + begin, x.nbytes)  # half of what `get` takes
+        else:
+            x.get(out=copy, blocking=False)
+        copies.append(copy)
+        begin += x.nbytes
     for device in {x.data.device_id for x in arrays}:
         cuda.get_current_stream(device).synchronize()
     return copies
+
+
+def copy_of(x: Array) -> Array:
+    """Return a contiguous copy of an array where it is."""
+    if isinstance(x, np.ndarray) or not x.size or not _is_in_one_piece(x):
+        return x.copy()
+    copy = sys.modules["cupy"].empty(x.shape, x.dtype)
+    copy.data.copy_from_device_async(x.data, x.nbytes)  # a third of what `copy` takes
+    return copy
+
+
+def _is_in_one_piece(x: Array) -> bool:
+    """Return whether a CuPy array is contiguous, and on the current device, whose stream orders its copies."""
+    return x.flags.c_contiguous and x.data.device_id == sys.modules["cupy"].cuda.runtime.getDevice()
 
 
 def require_array(name: str, x: Array) -> Array:
@@ -93,9 +113,9 @@ def form_of(x: Array) -> Form:
 
 def has_form(x: Any, form: Form | None) -> bool:
     """Return whether `x` is an array of a form, or None where the form is None."""
-    if form is None:
-        return x is None
-    return type(x) is form[0] and bool((x.dtype, x.shape, x.strides) == form[1])
+    if form is None or x is None:
+        return x is form
+    return type(x) is form[0] and form[1] == (x.dtype, x.shape, x.strides)
 
 
 _names: dict[np.dtype, str] = {}  # str(dtype) takes a microsecond, and a call asks a dozen times

@@ -35,32 +35,35 @@ def page_views(k: Named, v: Named, kv_layout: str) -> tuple[Array, Array]:
         raise ContractError(f'kv_layout: must be "NHD" or "HND", got {kv_layout!r}.')
     (k_name, k_pages), (v_name, v_pages) = k, v
     library = common_library(**{k_name: k_pages, v_name: v_pages})
-    k_pages, v_pages = _page_view(*k, kv_layout), _page_view(*v, kv_layout)
+    k_shape, v_shape = _check_pages(*k, kv_layout), _check_pages(*v, kv_layout)
     if library == "cupy" and k_pages.device != v_pages.device:
         raise ContractError(f"{v_name}: must be on {k_pages.device} as {k_name} is, got {v_pages.device}.")
     if k_pages.dtype != v_pages.dtype:
         raise ContractError(f"{v_name}: must be {dtype_name(k_pages)} as {k_name} is, got {dtype_name(v_pages)}.")
-    if k_pages.shape[:3] != v_pages.shape[:3]:
-        (p, s, h), shape = k_pages.shape[:3], tuple(v_pages.shape)
-        hint = " One of the two looks NHD, the other HND." if shape[:3] == (p, h, s) else ""
-        got, want = in_layout(shape, kv_layout), in_layout(k_pages.shape[:3] + shape[3:], kv_layout)
-        raise ContractError(f"{v_name}: must be {want} to match {k_name} (only dim may differ), got {got}.{hint}")
-    return k_pages, v_pages
+    if k_shape[:3] != v_shape[:3]:
+        a, b, c = k_shape[:3]
+        hint = " One of the two looks NHD, the other HND." if v_shape[:3] == (a, c, b) else ""
+        want = k_shape[:3] + v_shape[3:]
+        raise ContractError(f"{v_name}: must be {want} to match {k_name} (only dim may differ), got {v_shape}.{hint}")
+    return (k_pages, v_pages) if kv_layout == "NHD" else (k_pages.transpose(0, 2, 1, 3), v_pages.transpose(0, 2, 1, 3))
 
 
-def _page_view(name: str, x: Array, kv_layout: str) -> Array:
-    if x.ndim != 4:
-        raise ContractError(f"{name}: must be {AXES[kv_layout]} ({kv_layout}), got {x.ndim} axes {x.shape}.")
-    if 0 in x.shape[1:]:
+def _check_pages(name: str, x: Array, kv_layout: str) -> tuple[int, ...]:
+    """Return the shape of an array of pages, checked by itself."""
+    shape = tuple(x.shape)
+    if len(shape) != 4:
+        raise ContractError(f"{name}: must be {AXES[kv_layout]} ({kv_layout}), got {x.ndim} axes {shape}.")
+    if 0 in shape[1:]:
         raise ContractError(
-            f"{name}: must be {AXES[kv_layout]} ({kv_layout}), no axis but the first empty, got {x.shape}."
+            f"{name}: must be {AXES[kv_layout]} ({kv_layout}), no axis but the first empty, got {shape}."
         )
     if dtype_name(x) not in CACHE_DTYPES:
         raise ContractError(f"{name}: must be one of {', '.join(CACHE_DTYPES)}, got {dtype_name(x)}.")
     require_contiguous_last(name, x)
-    if any(stride % x.itemsize for stride in x.strides):
-        raise ContractError(f"{name}: must have strides of whole {x.itemsize}-byte elements, got {x.strides} bytes.")
-    return x if kv_layout == "NHD" else x.transpose(0, 2, 1, 3)
+    item, strides = x.itemsize, x.strides
+    if (strides[0] | strides[1] | strides[2] | strides[3]) % item:  # element sizes are powers of two
+        raise ContractError(f"{name}: must have strides of whole {item}-byte elements, got {strides} bytes.")
+    return shape
 
 
 def require_contiguous_last(name: str, x: Array) -> None:

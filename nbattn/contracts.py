@@ -27,6 +27,7 @@ from nbattn.arrays import (
 from nbattn.errors import ContractError, TargetError
 from nbattn.kv_cache import PagedKV
 from nbattn.page_tables import INT32_MAX, host_int64, require_index_array, snapshot
+from nbattn.positions import one_row_each
 from nbattn.problem import Level
 from nbattn.scoring import LOG2E
 
@@ -77,7 +78,7 @@ def check_offsets(
     if offsets is None:
         if batch > num_rows:
             raise ContractError(f"q: must have a row for each of the {batch} requests, got {num_rows} rows.")
-        return np.arange(batch + 1)
+        return one_row_each(batch)
     values = host_int64(name, offsets, library)
     if values.shape != (batch + 1,):
         raise ContractError(f"{name}: must be [{batch + 1}] (batch + 1), got shape {values.shape}.")

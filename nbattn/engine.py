@@ -163,7 +163,7 @@ def planned_levels(
 ) -> tuple[tuple[Level, ...], int, np.ndarray | None, np.ndarray | None]:
     """Return (levels with host offsets, rows they cover, kv_start, q_positions) of what a plan is made from."""
     given = kv_or_levels if isinstance(kv_or_levels, (list, tuple)) else [Level(kv_or_levels, qo_indptr, causal)]
-    checked = []
+    checked, num_rows = [], 0
     for i, level in enumerate(given):
         if not isinstance(level, Level) or not isinstance(level.kv, PagedKV):
             raise ContractError(
@@ -174,10 +174,10 @@ def planned_levels(
             name, level.qo_indptr, level.kv.batch_size, 2**31 - 1, first=len(given) == 1, library=level.kv.library
         )
         checked.append(Level(level.kv, offsets, bool(level.causal)))
+        num_rows = max(num_rows, int(offsets[-1]))
     if not checked:
         raise ContractError("kv_or_levels: must hold at least one Level, got an empty list.")
-    num_rows = max(int(level.qo_indptr[-1]) for level in checked)
-    library = checked[-1].kv.library
-    start = contracts.check_row_ints("kv_start", kv_start, checked[-1].kv.batch_size, library, at_least=0)
-    positions = contracts.check_row_ints("q_positions", q_positions, num_rows, library)
+    kv = checked[-1].kv
+    start = contracts.check_row_ints("kv_start", kv_start, kv.batch_size, kv.library, at_least=0)
+    positions = contracts.check_row_ints("q_positions", q_positions, num_rows, kv.library)
     return tuple(checked), num_rows, start, positions

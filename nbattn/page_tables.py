@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from nbattn.arrays import Array, dtype_name, library_of, on_host, require_array
+from nbattn.arrays import Array, copy_of, dtype_name, library_of, on_host, require_array
 from nbattn.errors import ContractError, PageTableError
 
 INT32_MAX = 2**31 - 1
@@ -100,12 +100,15 @@ def csr_table_of(
             f" got {last_page_len.size}."
         )
     pages, entries = indptr[1:] - indptr[:-1], kv_indices.shape[0]
-    if not _are_offsets(indptr, pages, entries):
+    fewest = _fewest(pages)
+    if indptr[0] != 0 or fewest < 0 or _largest(indptr) > entries:
         raise_first(indptr_faults(indptr, entries, form))
     lens = (pages - 1) * page_size + last_page_len
-    lens[pages == 0] = 0  # whatever last_page_len says
+    if fewest == 0:
+        lens[pages == 0] = 0  # whatever last_page_len says
     used = int(indptr[-1])
-    return _checked(indptr, kv_indices if used == entries else kv_indices[:used], lens, page_size, num_pages, form)
+    ids = kv_indices if used == entries else kv_indices[:used]
+    return _checked(indptr, pages, ids, lens, page_size, num_pages, form)
 
 
 def block_table(table: Array, kv_lens: Array, k: Array, form: TableForm = BLOCK_TABLE) -> PageTable:
@@ -118,7 +121,8 @@ def block_table(table: Array, kv_lens: Array, k: Array, form: TableForm = BLOCK_
             f"{form.ids}: must have {lens.size} rows (one per entry of {form.lens}), got {batch_size}."
         )
     indptr = np.arange(batch_size + 1, dtype=np.int64) * max_blocks
-    return _checked(indptr, table.reshape(-1), lens, k.shape[1], k.shape[0], form)
+    blocks = np.full(batch_size, max_blocks)
+    return _checked(indptr, blocks, table.reshape(-1), lens, k.shape[1], k.shape[0], form)
 
 
 def slot_table(slot_ids: Array | None, kv_lens: Array, k: Array, form: TableForm = SLOTS) -> PageTable:
@@ -136,14 +140,16 @@ def slot_table(slot_ids: Array | None, kv_lens: Array, k: Array, form: TableForm
         if ids.size != batch_size:
             rule = f"must have {batch_size} entries (one per entry of {form.lens})"
             raise PageTableError(f"{form.ids}: {rule}, got {ids.size}.")
-    return _checked(np.arange(batch_size + 1, dtype=np.int64), ids, lens, k.shape[1], k.shape[0], form)
+    indptr, one = np.arange(batch_size + 1, dtype=np.int64), np.ones(batch_size, np.int64)
+    return _checked(indptr, one, ids, lens, k.shape[1], k.shape[0], form)
 
 
 def _checked(
-    indptr: np.ndarray, ids: Array, lens: np.ndarray, page_size: int, num_pages: int, form: TableForm
-) -> PageTable:
-    """Return the table of offsets that are right, once its lengths and ids are."""
-    raise_first(_entry_faults(indptr, indptr[1:] - indptr[:-1], ids, lens, page_size, num_pages, form))
+    indptr: np.ndarray, capacity: np.ndarray, ids: Array, lens: np.ndarray, page_size: int, num_pages: int,
+    form: TableForm,
+) -> PageTable:  # fmt: skip
+    """Return the table of offsets that are right, once its lengths and ids are; `capacity` counts each one's pages."""
+    raise_first(_entry_faults(indptr, capacity, ids, lens, page_size, num_pages, form))
     kept = indptr.astype(np.int32), snapshot(ids), lens.astype(np.int32)
     for array in kept:
         if isinstance(array, np.ndarray):
@@ -156,11 +162,10 @@ def table_faults(
 ) -> Iterator[str]:
     """Yield a message per broken rule; ids on a device are not looked at."""
     indptr, lens = indptr.astype(np.int64, copy=False), lens.astype(np.int64, copy=False)
-    capacity = indptr[1:] - indptr[:-1]
-    if not _are_offsets(indptr, capacity, ids.shape[0]):  # nobody can say which entries belong to whom
-        yield from indptr_faults(indptr, ids.shape[0], form)
+    if faults := list(indptr_faults(indptr, ids.shape[0], form)):  # nobody can say which entries belong to whom
+        yield from faults
         return
-    yield from _entry_faults(indptr, capacity, ids, lens, page_size, num_pages, form)
+    yield from _entry_faults(indptr, indptr[1:] - indptr[:-1], ids, lens, page_size, num_pages, form)
 
 
 def _entry_faults(
@@ -178,9 +183,14 @@ def _entry_faults(
         yield from _id_faults(indptr, ids, used, page_size, num_pages, form)
 
 
-def _are_offsets(indptr: np.ndarray, counts: np.ndarray, entries: int) -> bool:
-    """Return whether `indptr_faults` has nothing to say of offsets and of their differences."""
-    return bool(indptr[0] == 0 and indptr[-1] <= entries and (counts.size == 0 or counts.min() >= 0))
+def _largest(numbers: np.ndarray) -> int:
+    """Return the largest of some int64, among which a negative one counts as larger than any."""
+    return int(np.maximum.reduce(numbers.view(np.uint64)))
+
+
+def _fewest(counts: np.ndarray) -> int:
+    """Return the smallest of some counts, 0 if there are none."""
+    return int(np.minimum.reduce(counts)) if counts.size else 0
 
 
 def indptr_faults(indptr: np.ndarray, entries: int, form: TableForm) -> Iterator[str]:
@@ -188,9 +198,8 @@ def indptr_faults(indptr: np.ndarray, entries: int, form: TableForm) -> Iterator
     name = form.indptr
     if indptr[0] != 0:
         yield f"{name}[0]: must be 0, got {indptr[0]}."
-    pages = indptr[1:] - indptr[:-1]
     yield from _named(
-        np.flatnonzero(pages < 0),
+        np.flatnonzero(indptr[1:] < indptr[:-1]),
         lambda b: f"{name}[{b + 1}]: must be at least {indptr[b]} ({name}[{b}]), got {indptr[b + 1]}.",
     )
     if indptr[-1] > entries:
@@ -202,12 +211,10 @@ def _length_faults(
 ) -> Iterator[str]:
     most = capacity * page_size
     spare = most - lens
-    if lens.size == 0 or (
-        0 <= spare.min()
-        and 0 <= lens.min()
-        and lens.max() <= INT32_MAX
-        and (form.kind != "csr" or spare.max() < page_size)
-    ):
+    if lens.size == 0:
+        return
+    bound = page_size - 1 if form.kind == "csr" else 2**63 - 1  # a last page holds a key; others may be empty
+    if _largest(lens) <= INT32_MAX and _largest(spare) <= bound:
         return
     least = np.where(capacity > 0, most - page_size + 1, 0) if form.kind == "csr" else 0
 
@@ -304,7 +311,7 @@ def snapshot(ids: Array) -> Array:
     """
     if dtype_name(ids) == "int64":
         ids = np.clip(ids, -1, INT32_MAX)
-    return ids.copy() if ids.dtype == np.int32 else ids.astype(np.int32, order="C")
+    return copy_of(ids) if ids.dtype == np.int32 else ids.astype(np.int32, order="C")
 
 
 def single_int(name: str, value: Any) -> int:

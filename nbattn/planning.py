@@ -139,7 +139,7 @@ class Plan:
         except ContractError:
             self.lengths, self.places, self.work_list, self.given = before
             raise
-        same_rows = all(np.array_equal(x.qo_indptr, y.qo_indptr) for x, y in zip(before[0], self.lengths, strict=True))
+        same_rows = all(_equal(x.qo_indptr, y.qo_indptr) for x, y in zip(before[0], self.lengths, strict=True))
         if call is not None and same_rows and start is None and positions is None:
             self.last_call = call.after_update([level.kv.table for level in levels])
 
@@ -213,6 +213,10 @@ class Plan:
 
 
 def _same_lengths(level: Any, planned: LevelLengths) -> bool:
-    same = level.kv.kv_lens is planned.kv_lens or np.array_equal(level.kv.kv_lens, planned.kv_lens)
+    same = _equal(level.kv.kv_lens, planned.kv_lens)
     same = same and np.array_equal(level.kv.kv_indptr[:-1], planned.page_begin)  # work items know where page ids start
-    return same and np.array_equal(level.qo_indptr, planned.qo_indptr)
+    return same and _equal(level.qo_indptr, planned.qo_indptr)
+
+
+def _equal(mine: np.ndarray, others: np.ndarray) -> bool:
+    return mine is others or np.array_equal(mine, others)

@@ -9,6 +9,12 @@ from typing import Any
 import numpy as np
 
 
+@lru_cache(maxsize=16)
+def one_row_each(requests: int) -> np.ndarray:
+    """Return the offsets of one query row for each request: int64 [requests + 1], shared, to be read only."""
+    return np.arange(requests + 1)
+
+
 @dataclass(frozen=True)
 class LevelLengths:
     """The host integers of one level.
@@ -31,6 +37,8 @@ class LevelLengths:
     @cached_property
     def rows(self) -> tuple[slice, np.ndarray | None]:
         """Which rows the level reaches, and how many each request has; None for one each."""
+        if self.qo_indptr is one_row_each(len(self.kv_lens)):
+            return slice(0, len(self.kv_lens)), None
         first, last = int(self.qo_indptr[0]), int(self.qo_indptr[-1])
         counts = self.qo_indptr[1:] - self.qo_indptr[:-1]
         single = last - first == len(counts) and counts.max(initial=1) == 1
@@ -103,8 +111,12 @@ def _place_decode_rows(level: LevelLengths, total_rows: int, kv_start: Any, q_po
     """Return `place_rows` of one row for each request of one level."""
     nothing, request, index, covered = _decode_rows(total_rows)
     start = nothing if kv_start is None else np.asarray(kv_start, np.int64)
-    position = start + level.kv_lens - 1 if q_positions is None else np.asarray(q_positions, np.int64)
-    return Positions(position.astype(np.int32), request, index, [nothing], [start], covered, q_positions is None)
+    if q_positions is not None:
+        position = np.asarray(q_positions, np.int64)
+    else:
+        position = level.kv_lens - 1 if kv_start is None else start + level.kv_lens - 1
+    position = position.astype(np.int32, copy=False)
+    return Positions(position, request, index, [nothing], [start], covered, q_positions is None)
 
 
 @lru_cache(maxsize=16)

@@ -54,9 +54,9 @@ class LevelForm(NamedTuple):
     offsets: Any
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class RememberedCall:
-    """A call that passed its contract."""
+    """A call that passed its contract; nothing of it changes."""
 
     plain: tuple[Any, ...]  # PlainOptions
     arrays: tuple[Any, ...]  # ArrayOptions, each a number, None or a form
@@ -77,11 +77,15 @@ class RememberedCall:
         """
         if not _equal(plain, self.plain) or len(levels) != len(self.levels):
             return None
-        address, pages = self.launch.address, list[int]()
-        for (kv, qo_indptr, is_causal), (table, forms, causal, offsets) in zip(levels, self.levels, strict=True):
+        address = self.launch.address
+        pages: list[int] = []
+        for i, (table, forms, causal, offsets) in enumerate(self.levels):
+            kv, qo_indptr, is_causal = levels[i]
             if type(kv) is not PagedKV or kv.table is not table() or kv.forms != forms:
                 return None
-            if bool(is_causal) is not causal or _offsets(qo_indptr) != offsets:
+            if is_causal is not causal and bool(is_causal) is not causal:
+                return None
+            if qo_indptr is not offsets and _offsets(qo_indptr) != offsets:
                 return None
             pages += (address(kv.k), address(kv.v))
         return self.over(pages, q, arrays, out, lse)
@@ -94,7 +98,7 @@ class RememberedCall:
         if not self.launch.follows_plan or self.arrays[_ATTN_MASK] is not None:
             return None
         levels = tuple(
-            level._replace(table=weakref.ref(table)) for level, table in zip(self.levels, tables, strict=True)
+            LevelForm(weakref.ref(table), *level[1:]) for level, table in zip(self.levels, tables, strict=True)
         )
         return RememberedCall(
             self.plain, self.arrays, levels, self.query, self.results, self.shapes, self.covered, self.launch
@@ -102,12 +106,17 @@ class RememberedCall:
 
     def over(self, pages: list[int], q: Array, arrays: tuple[Any, ...], out: Any, lse: Any) -> Any:
         """Run over K and V at `pages`, which have the forms of the call's, if the other arrays have theirs too."""
+        launch, address = self.launch, self.launch.address
         options: tuple[int, ...] = ()
-        if not all(map(is_, arrays, self.arrays)):
+        sinks, mask, slopes, k_scale, v_scale = arrays
+        if self.arrays is not _NO_ARRAYS or not sinks is mask is slopes is k_scale is v_scale is None:
             if not _equal(_forms(arrays), self.arrays):
                 return None
-            options = tuple(self.launch.address(x) if library_of(x) else 0 for x in arrays)
-        if not has_form(q, self.query) or not has_form(out, self.results[0]) or not has_form(lse, self.results[1]):
+            options = tuple(address(x) if library_of(x) else 0 for x in arrays)
+        form, lse_form = self.results
+        if not has_form(q, self.query) or not has_form(out, form):
+            return None
+        if lse is not lse_form and not has_form(lse, lse_form):
             return None
         both = self.plain[_RETURN_LSE]
         if isinstance(q, np.ndarray) and not (_writable(out) and _writable(lse)):
@@ -118,14 +127,14 @@ class RememberedCall:
                 out = new.empty(shape, dtype) if self.covered else new.zeros(shape, dtype)
             if lse is None and both:
                 lse = new.full(shape[:2], -np.inf, lse_dtype)
-        address = self.launch.address
-        if not self.launch((address(q), address(out), 0 if lse is None else address(lse), *pages), options):
+        if not launch((address(q), address(out), 0 if lse is None else address(lse), *pages), options):
             return None
         return (out, lse) if both else out
 
 
 _RETURN_LSE = PlainOptions._fields.index("return_lse")
 _ATTN_MASK = ArrayOptions._fields.index("attn_mask")
+_NO_ARRAYS = ArrayOptions()
 
 
 def remember(
@@ -143,7 +152,8 @@ def remember(
     out, lse = (None if x is None else form_of(x) for x in results)
     shapes = problem.out.shape, problem.out.dtype, problem.number
     covered, query = plan.covers(len(problem.q)), form_of(problem.q)
-    return RememberedCall(plain, _forms(arrays), forms, query, (out, lse), shapes, covered, launch)
+    given = _NO_ARRAYS if all(x is None for x in arrays) else _forms(arrays)
+    return RememberedCall(plain, given, forms, query, (out, lse), shapes, covered, launch)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -24,6 +25,8 @@ GATHER_COLUMNS = 6
 KEY_ALIGNMENT = 16  # a range trimmed by a window starts at a whole block of keys, so values do not depend on the tile
 SMALLEST_SPLIT = 64  # keys; below it a state costs more than it saves
 SHARES_PER_THREAD = 4  # that a CPU thread should find when the split size is automatic
+
+_NO_ROWS, _NO_ENDS = np.zeros(0, np.int32), np.zeros(1, np.int32)  # of a list without merges, and its indptr
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def build_work(
     if window_left >= 0 or chunk_size > 0 or not places.all_last:
         _trim(items, places.row_position, window_left, chunk_size)
     whole = _only(items, items[KEY_END] > items[KEY_BEGIN])
-    items = _split(whole, split_size, shares, few_tokens, many_shares)
+    items = _split(whole, split_size, shares, max(tile_tokens), few_tokens, many_shares)
     cost = items[KEY_END] - items[KEY_BEGIN]
     max_tokens, num_rows = 1, items.shape[1]
     if len(levels) > 1 or levels[0].rows[1] is not None:
@@ -90,7 +93,7 @@ def build_work(
         max_tokens, num_rows = int(tokens.max(initial=1)), int(tokens.sum())
         cost *= tokens
     is_direct = items is whole and len(levels) == 1 and num_rows == len(places.covered)
-    merges = _without_states(items, np.zeros(0, np.int32)) if is_direct else _assign_states(items, places.covered)
+    merges = _without_states(items, _NO_ROWS) if is_direct else _assign_states(items, places.covered)
     work = items.T.astype(np.int32, order="C")
     if (cost[1:] > cost[:-1]).any():
         work = work[np.argsort(-cost, kind="stable")]  # longest first
@@ -137,7 +140,7 @@ def _runs_of_level(number: int, level: LevelLengths, places: Positions, tile_tok
     reached, counts = level.rows
     first, last = reached.start, reached.stop
     if counts is None and number == 0:  # decode: one row, one tile
-        begin, end = level.qo_indptr[:-1], level.qo_indptr[1:]
+        items = _one_row_items(first, last, level.causal).copy()
         request, row = slice(None), reached
     else:
         counts = level.qo_indptr[1:] - level.qo_indptr[:-1]
@@ -150,14 +153,25 @@ def _runs_of_level(number: int, level: LevelLengths, places: Positions, tile_tok
         run, ordinal = _pieces(tiles)
         begin, end = begin[run] + ordinal * tile_tokens, np.minimum(begin[run] + (ordinal + 1) * tile_tokens, end[run])
         request = request_of_row[begin]
-        begin, end = begin + first, end + first
-        row = begin
-    items = np.zeros((WORK_COLUMNS, len(begin)), np.int64)
-    items[LEVEL], items[ROW_BEGIN], items[ROW_END], items[CAUSAL] = number, begin, end, level.causal
+        row = begin + first
+        items = _empty_items(number, row, end + first, level.causal)
+        items[KEY_BASE] = places.key_base[number][row]
     items[KV_LEN] = items[KEY_END] = level.kv_lens[request]
     items[PAGE_BEGIN] = level.page_begin[request]
     items[KEY_POSITION] = places.key_position[number][row]
-    items[KEY_BASE] = places.key_base[number][row]
+    return items
+
+
+@lru_cache(maxsize=16)
+def _one_row_items(first: int, last: int, causal: bool) -> np.ndarray:
+    """Return items of level 0 for one row each, to be copied."""
+    return _empty_items(0, np.arange(first, last), np.arange(first + 1, last + 1), causal)
+
+
+def _empty_items(number: int, begin: np.ndarray, end: np.ndarray, causal: bool) -> np.ndarray:
+    """Return items of a level that have rows but no keys: [columns, items]."""
+    items = np.zeros((WORK_COLUMNS, len(begin)), np.int64)
+    items[LEVEL], items[ROW_BEGIN], items[ROW_END], items[CAUSAL] = number, begin, end, causal
     return items
 
 
@@ -210,19 +224,19 @@ def _visible_keys(
 
 
 def _split(
-    items: np.ndarray, split_size: int | None, shares: int, few_tokens: int = 0, many_shares: int = 0
-) -> np.ndarray:
-    """Cut the items' key ranges at multiples of the split size."""
+    items: np.ndarray, split_size: int | None, shares: int, most_tokens: int = 1, few_tokens: int = 0,
+    many_shares: int = 0,
+) -> np.ndarray:  # fmt: skip
+    """Cut the items' key ranges at multiples of the split size; an item has up to `most_tokens` rows."""
     begins, ends = items[KEY_BEGIN], items[KEY_END]
     if split_size is None:
-        cost = lengths = ends - begins
-        tokens = items[ROW_END] - items[ROW_BEGIN]
-        few = tokens <= few_tokens
-        if few_tokens and not few.all():
+        lengths = ends - begins
+        cost = lengths if few_tokens else lengths * (items[ROW_END] - items[ROW_BEGIN])
+        few = items[ROW_END] - items[ROW_BEGIN] <= few_tokens if 0 < few_tokens < most_tokens else None
+        if few is not None and not few.all():
             share = np.where(few, lengths[few].sum() / shares, lengths[~few].sum() / max(1, many_shares))
             share = np.maximum(share, 1.0)
         else:
-            cost = lengths if few_tokens else lengths * tokens
             share = max(int(cost.sum()) / max(1, shares), 1.0)
             if cost.max(initial=0) / share - 0.25 <= 1:  # a little more than one share stays whole
                 return items
@@ -272,7 +286,7 @@ def _assign_states(items: np.ndarray, covered: np.ndarray) -> tuple[np.ndarray, 
 def _without_states(items: np.ndarray, empty: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Let items write their rows; the `empty` rows, which none reaches, are merges of nothing."""
     items[STATE] = -1
-    return empty, np.zeros(len(empty) + 1, np.int32), np.zeros(0, np.int32), 0
+    return empty, _NO_ENDS if len(empty) == 0 else np.zeros(len(empty) + 1, np.int32), _NO_ROWS, 0
 
 
 def build_gather_work(

@@ -22,6 +22,7 @@ class DeviceArray:
         self.shape, self.dtype, self.ndim, self.size = host.shape, host.dtype, host.ndim, host.size
         self.strides, self.itemsize, self.device = host.strides, host.itemsize, "<CUDA Device 0>"
         self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0], device_id=0)
+        self.flags = SimpleNamespace(c_contiguous=False)  # so that copies go through `get` and `copy`
         self.nbytes = host.nbytes
 
     def get(self, out=None, blocking=True):

@@ -3,6 +3,7 @@
 A stand-in for CuPy gives its values away through `get` alone, so these tests need no GPU and count every copy.
 """
 
+import ctypes
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
@@ -22,15 +23,26 @@ class DeviceArray:
         self.host, self.copies, self.base = host, copies, base
         self.shape, self.dtype, self.ndim, self.size = host.shape, host.dtype, host.ndim, host.size
         self.strides, self.itemsize, self.device = host.strides, host.itemsize, "<CUDA Device 0>"
-        self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0], device_id=0)
-        self.nbytes = host.nbytes
+        self.nbytes, self.flags = host.nbytes, host.flags
+        self.data = SimpleNamespace(
+            ptr=host.__array_interface__["data"][0],
+            device_id=0,
+            copy_to_host_async=self._copy_to_host,
+            copy_from_device_async=lambda data, size: ctypes.memmove(self.data.ptr, data.ptr, size),
+        )
+
+    def _copy_to_host(self, address, size):
+        assert self.flags.c_contiguous
+        assert size == self.nbytes
+        self.copies.append(self.shape)
+        self.pending.append((address, self.host))
 
     def get(self, out=None, blocking=True):
         self.copies.append(self.shape)
         if out is None:
             return self.host.copy()
         assert not blocking
-        self.pending.append((out, self.host))
+        self.pending.append((out.ctypes.data, self.host))
         return out
 
     def copy(self):
@@ -58,6 +70,14 @@ class DeviceArray:
         raise TypeError("Implicit conversion to a NumPy array is not allowed.")
 
 
+class PinnedMemory(bytearray):
+    """What `alloc_pinned_memory` returns."""
+
+    @property
+    def ptr(self):
+        return np.frombuffer(self, np.uint8).ctypes.data
+
+
 @pytest.fixture
 def cupy(monkeypatch):
     """Install the stand-in; ``cupy.copies`` lists the shape of every array that was copied to the host."""
@@ -69,13 +89,18 @@ def cupy(monkeypatch):
         return DeviceArray(np.lib.stride_tricks.as_strided(x.host, shape, strides), module.copies, x)
 
     def synchronize():
-        for out, values in DeviceArray.pending:
-            out[:] = values
+        for address, values in DeviceArray.pending:
+            ctypes.memmove(address, np.ascontiguousarray(values).ctypes.data, values.nbytes)
         module.copies.append(f"wait for {len(DeviceArray.pending)}")
         DeviceArray.pending.clear()
 
     streams = {0: SimpleNamespace(synchronize=synchronize)}
-    module.cuda = SimpleNamespace(alloc_pinned_memory=bytearray, get_current_stream=streams.__getitem__)
+    module.empty = lambda shape, dtype: DeviceArray(np.empty(shape, dtype), module.copies)
+    module.cuda = SimpleNamespace(
+        alloc_pinned_memory=PinnedMemory,
+        get_current_stream=streams.__getitem__,
+        runtime=SimpleNamespace(getDevice=lambda: 0),
+    )
     module.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=as_strided))
     monkeypatch.setitem(sys.modules, "cupy", module)
     return module
@@ -94,6 +119,12 @@ def test_offsets_and_lengths_are_copied_once_and_ids_never(cupy):
     assert isinstance(kv.kv_indices, DeviceArray)
     arrays[1].host[:] = 77
     assert kv.kv_indices.host.tolist() == INDICES.tolist()  # a snapshot
+    spread = [cupy.asarray(np.repeat(x, 2))[::2] for x in (INDPTR, INDICES, LAST)]
+    del cupy.copies[:]
+    kv = PagedKV.from_page_table(cupy.asarray(CACHE), *spread)
+    assert cupy.copies == [(3,), (2,), "wait for 2"]
+    assert (kv.kv_lens.tolist(), kv.kv_indptr.tolist()) == ([9, 3], [0, 3, 4])
+    assert kv.kv_indices.host.tolist() == INDICES.tolist()
     del cupy.copies[:]
     table = cupy.asarray(np.repeat(TABLE, 2, axis=1))[:, ::2]
     kv = PagedKV.from_block_table(*[cupy.asarray(CACHE[:, 0])] * 2, table, cupy.asarray(LENS))

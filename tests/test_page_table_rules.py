@@ -52,6 +52,10 @@ BROKEN_TABLES = {
         lambda: from_page_table(indptr=np.array([0, 3, 2, 5], np.uint32)),
         "kv_indptr[2]: must be at least 3 (kv_indptr[1]), got 2.",
     ),
+    "indptr falls by more than int64 counts": (
+        lambda: from_page_table(indptr=np.array([0, 3, 5, -(2**63)]), last=np.array([1, 1, 3])),
+        "kv_indptr[3]: must be at least 5 (kv_indptr[2]), got -9223372036854775808.",
+    ),
     "indptr past the ids": (
         lambda: from_page_table(indptr=np.array([0, 3, 5, 6])),
         "kv_indptr[3]: must be at most 5 (entries of kv_indices), got 6.",

@@ -17,6 +17,7 @@ class DeviceArray:
         self.host = host
         self.shape, self.dtype, self.ndim, self.size = host.shape, host.dtype, host.ndim, host.size
         self.nbytes, self.data = host.nbytes, SimpleNamespace(device_id=0)
+        self.flags = SimpleNamespace(c_contiguous=False)  # so that copies go through `get` and `copy`
 
     def get(self, out=None, blocking=True):
         if out is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -67,15 +67,15 @@ class LentDevice:
     def capturing(self) -> bool:
         return False
 
-    def bind(self, call: KernelCall, cells: Any, places: dict[str, int]) -> Callable[[int], None]:
+    def bind(self, call: KernelCall, cells: Any, places: dict[str, int]) -> Any:
         names = [name for name, _ in PARAMETERS[call.family]]
 
-        def launch(stream: int) -> None:
+        def launch() -> None:
             pairs = zip(names, call.values, strict=True)
             now = tuple(cells[places[name]] if name in places else value for name, value in pairs)
             self.launch(*call._replace(values=now))
 
-        return launch
+        return SimpleNamespace(on=lambda stream: launch)
 
     def launch(
         self, family: str, constants: dict[str, Any], grid: tuple[int, int, int], values: tuple,

@@ -86,23 +86,23 @@ def test_parameters_stand_where_the_driver_reads_them(family):
 def test_a_launch_overlaps_where_it_may(notes):
     launch_it = bound()
     notes.calls.clear()
-    launch_it(7)
-    launch_it(8)
+    launch_it.on(7)()
+    launch_it.on(8)()
     assert notes.calls == [("overlapping", 1, GRID, 128, 1024, stream, [(6, 1)]) for stream in (7, 8)]
     for plain in (bound(overlaps=False), bound(device=1)):
         notes.calls.clear()
-        plain(7)
+        plain.on(7)()
         assert [name for name, *_ in notes.calls] == ["plain"]
     notes.calls.clear()
-    bound(grid=(4, 0, 1))(7)
+    bound(grid=(4, 0, 1)).on(7)()
     assert notes.calls == []
 
 
 def test_clusters_are_an_attribute_of_a_launch(notes):
     launch_it = bound(cluster=16)
     assert notes.calls == [("attribute", 1, 14, 1)]
-    launch_it(7)
-    bound(cluster=8, overlaps=False)(7)
+    launch_it.on(7)()
+    bound(cluster=8, overlaps=False).on(7)()
     assert [attributes for *_, attributes in notes.calls[1:]] == [[(6, 1), (4, 16)], [(4, 8)]]
 
 
@@ -113,6 +113,6 @@ def test_errors_say_what_was_launched(notes):
     with pytest.raises(
         TargetError, match=rf"^cuda: cuLaunchKernelEx\({shape}2\) must succeed, got error 701 \(no luck"
     ):
-        clustered(7)
+        clustered.on(7)()
     with pytest.raises(TargetError, match=rf"^cuda: cuLaunchKernel\({shape}1\) must succeed, got no"):
-        plain(7)
+        plain.on(7)()

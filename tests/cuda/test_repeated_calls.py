@@ -182,7 +182,7 @@ def test_threads_and_streams_share_a_plan(problem, lent, monkeypatch):
     assert not errors
     for q, result in zip(queries, results, strict=True):
         np.testing.assert_array_equal(result, nbattn.paged_attention(q, kv, split_size=16))
-    assert len(plan.last_call.launch._states) == 2
+    assert len(plan.last_call.launch._on_streams) == 2
 
 
 def paged(rng, pool, lengths):
