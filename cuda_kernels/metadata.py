@@ -201,7 +201,8 @@ class PlanMetadata:
         return {key: split[key] for key in self._tiles}
 
     def _lay_out(self, parts: dict[str, _Part]) -> None:
-        self._places, end = {}, 0
+        self._places: dict[str, tuple[int, int]] = {}
+        end = 0
         self._written: dict[str, tuple[int, int]] = {}  # how much of a part holds numbers, and what the rest does
         for name, part in parts.items():
             self._places[name] = (end, part.room)
@@ -222,7 +223,8 @@ class PlanMetadata:
     def _copy(self, parts: dict[str, _Part], whole: bool) -> None:
         """Upload the parts; page ids stand last and are left alone unless `whole`."""
         for name, (begin, room) in self._places.items():
-            numbers, _, filler = parts.get(name, _EMPTY)
+            part = parts.get(name, _EMPTY)
+            numbers, filler = part.numbers, part.filler
             end, size = begin + room, numbers.size
             if size > room:
                 raise ContractError(f"plan: must fit its room ({name}: {room} numbers), got {size}.")

@@ -35,7 +35,7 @@ class WrapperCase(Case):
 
     def function(self) -> Callable[..., Any]:
         """Return the wrapper as a function of its definition's signature."""
-        return {"multi_level_cascade": run_multi_level, "shared_prefix": run_shared_prefix}[self.face]
+        return run_multi_level if self.face == "multi_level_cascade" else run_shared_prefix
 
     def build(self, array: Move = np.asarray) -> Problem:
         """Return the arrays and arguments; `array` moves each to its device."""
