@@ -15,7 +15,12 @@ def _reader() -> Callable[[np.ndarray], int]:
     behind the object's head in CPython with NumPy. Whether it does is tried out on arrays that differ in every way.
     """
     head, read = object.__basicsize__, ctypes.c_size_t.from_address
-    samples = [np.zeros(3), np.zeros((4, 5), np.float32)[1:, ::2], np.zeros((2, 3, 4), np.int8).T, np.zeros((0, 2))]
+    samples: list[np.ndarray] = [
+        np.zeros(3),
+        np.zeros((4, 5), np.float32)[1:, ::2],
+        np.zeros((2, 3, 4), np.int8).T,
+        np.zeros((0, 2)),
+    ]
     if all(read(id(x) + head).value == x.ctypes.data for x in samples):
         return lambda x: read(id(x) + head).value
     return lambda x: x.ctypes.data

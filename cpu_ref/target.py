@@ -21,7 +21,7 @@ from nbattn.cpu_ref.problem import K_ADDRESS, MASK_BOOL, V_ADDRESS, Output, Quer
 from nbattn.cpu_ref.tags import CACHE_KINDS, FEW, FULL, MANY, PLAIN, Tag
 from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan, Tiling
-from nbattn.problem import Level, Preparation, Problem
+from nbattn.problem import Level, Preparation, Problem, Rope
 from nbattn.rotary import rope_planes
 from nbattn.scoring import LN2, LOG2E
 from nbattn.threads import get_num_threads
@@ -219,8 +219,8 @@ def run_merge(
         row[:] = address_of(v_x), *v_x.strides[:2], address_of(s_x), *s_x.strides
     nothing = np.zeros(0, np.int32)
     output = Output(
-        address_of(v), DTYPE_CODE[dtype_name(v)], *v.strides[:2], v.shape[2], 1,
-        address_of(s), DTYPE_CODE[dtype_name(s)], *s.strides, 1.0 if lse_base == "2" else LN2,
+        address_of(v), DTYPE_CODE[dtype_name(v)], v.strides[0], v.strides[1], v.shape[2], 1,
+        address_of(s), DTYPE_CODE[dtype_name(s)], s.strides[0], s.strides[1], 1.0 if lse_base == "2" else LN2,
         np.zeros(0, number), np.zeros((0, 0), number), 0, 0, 0, 0, 0,
     )  # fmt: skip
     unit = 1.0 if lse_base == "2" else LOG2E
@@ -264,7 +264,7 @@ def _level_row(kv: PagedKV) -> tuple[int, ...]:
 def _queries(problem: Problem, q: np.ndarray, scale: float, k_scale: Any) -> Queries:
     kv, number = problem.levels[0].kv, problem.number
     return Queries(
-        address_of(q), DTYPE_CODE[dtype_name(q)], *q.strides[:2], kv.head_dim_qk,
+        address_of(q), DTYPE_CODE[dtype_name(q)], q.strides[0], q.strides[1], kv.head_dim_qk,
         problem.num_qo_heads // kv.num_kv_heads, number.type(scale),
         _per_kv_head(k_scale, kv.num_kv_heads, kv.head_dim_qk, number),
     )  # fmt: skip
@@ -273,11 +273,12 @@ def _queries(problem: Problem, q: np.ndarray, scale: float, k_scale: Any) -> Que
 def _output(problem: Problem) -> Output:
     kv, options, number = problem.levels[0].kv, problem.options, problem.number
     out, lse, gate = problem.out, problem.lse, options.output_gate
+    lse_place = 0, 0, 0, 0
+    if lse is not None:
+        lse_place = address_of(lse), DTYPE_CODE[dtype_name(lse)], lse.strides[0], lse.strides[1]
     return Output(
-        address_of(out), DTYPE_CODE[dtype_name(out)], *out.strides[:2], kv.head_dim_vo,
-        problem.num_qo_heads // kv.num_kv_heads,
-        *((0, 0, 0, 0) if lse is None else (address_of(lse), DTYPE_CODE[dtype_name(lse)], *lse.strides)),
-        1.0 if options.lse_base == "2" else LN2,
+        address_of(out), DTYPE_CODE[dtype_name(out)], out.strides[0], out.strides[1], kv.head_dim_vo,
+        problem.num_qo_heads // kv.num_kv_heads, *lse_place, 1.0 if options.lse_base == "2" else LN2,
         _log2_units(options.sinks, number), _per_kv_head(options.v_scale, kv.num_kv_heads, kv.head_dim_vo, number),
         *((0, 0, 0, 0, 0) if gate is None else _gate(gate)),
     )  # fmt: skip
@@ -317,11 +318,12 @@ def _rules(problem: Problem, plan: Plan) -> tuple[Rules, bool]:
     mask_code, strides = 0, (0, 0, 0, 0)
     if mask is not None:
         mask_code = MASK_BOOL if mask.dtype == np.bool_ else DTYPE_CODE[dtype_name(mask)]
-        strides = tuple(0 if n == 1 else stride for n, stride in zip(mask.shape, mask.strides, strict=True))
+        request, head, row, key = (0 if n == 1 else x for n, x in zip(mask.shape, mask.strides, strict=True))
+        strides = request, head, row, key
     cos = sin = _nothing(number)[1]
     origin = 0
     if options.rope is not None:
-        origin, cos, sin = _rope_planes(problem, plan)
+        origin, cos, sin = _rope_planes(options.rope, problem, plan)
     unmapped = any(level.kv.kv_indices.min(initial=0) < 0 for level in problem.levels)
     full = unmapped or any(x is not None for x in (mask, options.alibi_slopes, options.rope)) or options.soft_cap > 0
     rules = Rules(
@@ -333,21 +335,21 @@ def _rules(problem: Problem, plan: Plan) -> tuple[Rules, bool]:
     return rules, full
 
 
-def _rope_planes(problem: Problem, plan: Plan) -> tuple[int, np.ndarray, np.ndarray]:
+def _rope_planes(rope: Rope, problem: Problem, plan: Plan) -> tuple[int, np.ndarray, np.ndarray]:
     """Return planes that cover every position of a row or a key."""
     rows, places = plan.places.row_position, plan.places
     begin, end = int(rows.min(initial=0)), int(rows.max(initial=0)) + 1
     for start, level in zip(places.key_position, problem.levels, strict=True):
         end = max(end, int(start.max(initial=0)) + int(level.kv.kv_lens.max(initial=0)))
         begin = min(begin, int(start.min(initial=begin)))
-    return rope_planes(problem.options.rope, problem.levels[0].kv.head_dim_qk, begin, end, problem.number)
+    return rope_planes(rope, problem.levels[0].kv.head_dim_qk, begin, end, problem.number)
 
 
 def _prepared_query(problem: Problem, plan: Plan) -> tuple[np.ndarray, float]:
     """Return q ready for its dot products and the scale still to be applied."""
     options, prepare = problem.options, problem.options.prepare
     if options.rope is not None:
-        origin, cos, sin = _rope_planes(problem, plan)
+        origin, cos, sin = _rope_planes(options.rope, problem, plan)
         prepare = Preparation(cos=cos, sin=sin, positions=plan.places.row_position, origin=origin)
     scale = options.sm_scale * LOG2E
     if prepare is None:

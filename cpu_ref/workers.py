@@ -56,7 +56,7 @@ def _wait(counters, total, spins):
 
 
 class _Team:
-    def __init__(self):
+    def __init__(self) -> None:
         self.tickets: queue.SimpleQueue = queue.SimpleQueue()
         self.size = 0
         self.lock = threading.Lock()

@@ -196,7 +196,8 @@ class PlanMetadata:
         return {key: split[key] for key in self._tiles}
 
     def _lay_out(self, parts: dict[str, _Part]) -> None:
-        self._places, end = {}, 0
+        self._places: dict[str, tuple[int, int]] = {}
+        end = 0
         self._written: dict[str, tuple[np.ndarray, int]] = {}  # the numbers of a part, and what stands behind them
         for name, (_, room, _) in parts.items():
             self._places[name] = (end, room)

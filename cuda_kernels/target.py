@@ -124,8 +124,8 @@ def _decode_tiling(
             cluster = _cluster(device, kv, blocks, requests, max_kv_len)
             if cluster > 1:
                 return Tiling((tokens,), 1, few, cluster=cluster)
-    blocks = device.multiprocessors * resident / (kv.num_kv_heads * SHARES_AT_A_TIME)
-    return Tiling((tokens,), SHARES_AT_A_TIME * max(1, round(blocks)), few)
+    turns = device.multiprocessors * resident / (kv.num_kv_heads * SHARES_AT_A_TIME)
+    return Tiling((tokens,), SHARES_AT_A_TIME * max(1, round(turns)), few)
 
 
 def _parts_of_wave(few_keys: int, many_keys: int, groups: int) -> tuple[float, float]:

@@ -130,7 +130,8 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> float:
     """Return a real, finite number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ContractError(f"{name}: must be a finite number, got {value!r}.")
-    if abs(value) > LARGEST_NUMBER:
+    size: Any = abs(value)
+    if size > LARGEST_NUMBER:
         raise ContractError(f"{name}: must be at most {LARGEST_NUMBER:.4g} in size, got {value!r}.")
     if positive and value < 0:
         raise ContractError(f"{name}: must not be negative, got {value!r}.")
@@ -244,8 +245,7 @@ def check_row_ints(
     ints = host_int64(name, values, library)
     if ints.shape != (length,):
         raise ContractError(f"{name}: must be [{length}], got shape {ints.shape}.")
-    low = np.flatnonzero(ints < at_least) if at_least is not None else ()
-    if len(low):
+    if at_least is not None and len(low := np.flatnonzero(ints < at_least)):
         raise ContractError(f"{name}[{low[0]}]: must be at least {at_least}, got {ints[low[0]]}.")
     far = np.flatnonzero((ints > MOST_POSITION) | (ints < -MOST_POSITION))
     if len(far):

@@ -100,7 +100,8 @@ def cache_of(tensors: Tensors) -> PagedKV:
     layout = tensors.get("kv_layout") or "NHD"
     if "kv_blocks" in tensors:
         why = "beside kv_blocks"
-        table, lens, layer = (tensors.need(name, why) for name in ("kv_lookup_table", "kv_lens", "layer_idx"))
+        table, lens = tensors.need("kv_lookup_table", why), tensors.need("kv_lens", why)
+        layer: Any = tensors.need("layer_idx", why)
         return PagedKV.from_blocks(tensors.get("kv_blocks"), table, lens, layer)
     pair: Any
     if "paged_kv_cache" in tensors:
@@ -109,12 +110,13 @@ def cache_of(tensors: Tensors) -> PagedKV:
         pair = tuple(tensors.need(name, "or paged_kv_cache, or kv_blocks") for name in ("k_cache", "v_cache"))
     if "kv_indptr" in tensors or "paged_kv_cache" in tensors:
         why = "a CSR page table has kv_indptr, kv_indices, kv_last_page_len"
-        csr = (tensors.need(name, why) for name in ("kv_indptr", "kv_indices", "kv_last_page_len"))
-        return PagedKV.from_page_table(pair, *csr, kv_layout=layout)
+        indptr, indices, last = (tensors.need(name, why) for name in ("kv_indptr", "kv_indices", "kv_last_page_len"))
+        return PagedKV.from_page_table(pair, indptr, indices, last, layout)
+    k, v = pair
     lens = tensors.need("kv_lens", "or kv_indptr, kv_indices, kv_last_page_len")
     if "block_table" in tensors:
-        return PagedKV.from_block_table(*pair, tensors.get("block_table"), lens, layout)
-    return PagedKV.from_slots(*pair, lens, tensors.get("slot_ids"), layout)
+        return PagedKV.from_block_table(k, v, tensors.get("block_table"), lens, layout)
+    return PagedKV.from_slots(k, v, lens, tensors.get("slot_ids"), layout)
 
 
 def check_tensors(arrays: dict[str, np.ndarray]) -> list[Comparison]:

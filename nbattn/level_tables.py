@@ -140,7 +140,7 @@ def _lengths(name: str, values: Any, count: int) -> np.ndarray:
 
 
 def _is_page_id(x: Any) -> bool:
-    return isinstance(x, numbers.Integral) and not isinstance(x, bool) and -INT32_MAX - 1 <= int(x) <= INT32_MAX
+    return not isinstance(x, bool) and isinstance(x, numbers.Integral) and -INT32_MAX - 1 <= int(x) <= INT32_MAX
 
 
 def _page_ids(

@@ -83,6 +83,11 @@ class Plan:
     (2, 2, 4)
     """
 
+    work_list: WorkList
+    places: Positions
+    lengths: list[LevelLengths]
+    given: tuple[Any, Any]  # kv_start and q_positions
+
     def __init__(self, levels: tuple[Any, ...], num_rows: int, rules: PlanRules, tiling: Tiling, *,
                  kv_start: Any = None, q_positions: Any = None, max_kv_len: int | None = None,
                  max_num_pages: int | None = None):  # fmt: skip

@@ -39,7 +39,7 @@ class Rope:
     def __post_init__(self) -> None:
         for name in ("theta", "scale"):
             value = getattr(self, name)
-            if not isinstance(value, numbers.Real) or not value > 0 or math.isinf(value):
+            if not isinstance(value, numbers.Real) or value != value or value <= 0 or value == math.inf:
                 raise ContractError(f"rope.{name}: must be a positive finite number, got {value!r}.")
 
 
@@ -67,7 +67,7 @@ class Level:
     """
 
     kv: PagedKV
-    qo_indptr: Array | None = None
+    qo_indptr: Any = None  # an array in every level that was checked
     causal: bool = False
 
 

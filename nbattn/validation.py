@@ -23,9 +23,17 @@ DTYPES = (  # q, cache: what a kernel is compiled for is the cache's
 class Check(Protocol):
     """Anything that can be validated; what it compares is named by `op` and dtypes."""
 
-    op: Any
-    q_dtype: Any
-    kv_dtype: Any
+    @property
+    def op(self) -> Any:
+        """The operator's name."""
+
+    @property
+    def q_dtype(self) -> Any:
+        """The name of q's dtype."""
+
+    @property
+    def kv_dtype(self) -> Any:
+        """The name of the cache's dtype, or None where it is q's."""
 
     @property
     def id(self) -> str:

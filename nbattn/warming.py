@@ -79,7 +79,7 @@ def warmup(
     if "paged_attention" in families or "gather_attention" in families:
         cache = place(np.ones((1, 16, num_kv_heads, head_dim), kv_type))
         kv = PagedKV.from_slots(cache, cache, np.array([16], np.int32))
-        scales = {"k_scale": 1.0, "v_scale": 1.0} if dtype_name(cache) in QUANTIZED_DTYPES else {}
+        scales: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0} if dtype_name(cache) in QUANTIZED_DTYPES else {}
         if "paged_attention" in families:
             paged_attention(q, kv, **scales)
             paged_attention(q, kv, logits_soft_cap=1.0, split_size=8, **scales)  # all rules, and the merge of splits
@@ -96,7 +96,7 @@ def _dtype(name: str, given: Any, known: tuple[str, ...]) -> np.dtype:
         dtype = dtype_from_name(given)
     except ContractError:
         dtype = None
-    if str(dtype) not in known:
+    if dtype is None or str(dtype) not in known:
         raise ContractError(f"{name}: must be one of {', '.join(known)}, got {given!r}.")
     return dtype
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nbattn import testing
-from nbattn.testing.random_cases import KV_DTYPES, pick
+from nbattn.testing.draws import KV_DTYPES, pick
 
 CASES_OF_A_FAMILY = 200
 SEED = 20_240_801

@@ -12,11 +12,12 @@ Examples
 from nbattn.testing.attention_cases import AttentionCase, CascadeCase, PagedCase
 from nbattn.testing.budget import Comparison, Expected, allowed_rounding, assert_close, compare, expect
 from nbattn.testing.cases import CacheCase, Case, GatherCase, MergeCase, Problem
+from nbattn.testing.draws import FACES, WRAPPERS
 from nbattn.testing.exact import scatter, zero_logit_tokens
 from nbattn.testing.face_cases import FaceCase
 from nbattn.testing.memory import poison, spread, to_cupy
 from nbattn.testing.paths import GATHER_PATHS, PATHS, RANGE_PATHS, Handmade
-from nbattn.testing.random_cases import FACES, FAMILIES, WRAPPERS, random_case
+from nbattn.testing.random_cases import FAMILIES, random_case
 from nbattn.testing.run import Result, run_case
 from nbattn.testing.table import CASES
 from nbattn.testing.wrapper_cases import WrapperCase

@@ -11,9 +11,9 @@ import numpy as np
 from nbattn.arrays import dtype_from_name
 from nbattn.testing.attention_cases import PagedCase
 from nbattn.testing.cases import GUARD_ROWS, UNTOUCHED, Case, Problem
+from nbattn.testing.draws import FACES, GROUPS, HEAD_DIMS, KV_DTYPES, PAGE_SIZES, pick, random_lens, sometimes
 from nbattn.testing.memory import Rng, poison, spread
 from nbattn.testing.pools import Pool, random_pool, random_slots, random_values
-from nbattn.testing.random_cases import FACES, GROUPS, HEAD_DIMS, KV_DTYPES, PAGE_SIZES, pick, random_lens, sometimes
 
 LAYERS = 3
 JUNK = np.array([-(2**31), 2**31 - 1], np.int32)

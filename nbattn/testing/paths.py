@@ -120,13 +120,14 @@ def slots(problem: Handmade) -> Pair:
         for row, request in zip(rows, problem.requests, strict=True):
             cache[row, : len(request[part])] = request[part]
         caches.append(cache)
-    kv = nbattn.PagedKV.from_slots(*caches, problem.kv_lens, rows)
+    kv = nbattn.PagedKV.from_slots(caches[0], caches[1], problem.kv_lens, rows)
     return nbattn.paged_attention(problem.query, kv, problem.qo_indptr, return_lse=True, **problem.options)
 
 
 def all_rules(problem: Handmade) -> Pair:
     """Compute the problem by the kernel that knows every rule, under a mask that keeps all keys."""
-    return flat(problem, page_size=1, **({} if "attn_mask" in problem.options else {"attn_mask": np.ones(1, bool)}))
+    mask: dict[str, Any] = {} if "attn_mask" in problem.options else {"attn_mask": np.ones(1, bool)}
+    return flat(problem, page_size=1, **mask)
 
 
 def levels(problem: Handmade, count: int, **more: Any) -> Pair:
@@ -137,9 +138,10 @@ def levels(problem: Handmade, count: int, **more: Any) -> Pair:
     causal = options.pop("causal", True)
     cut = []
     for level in range(count):
-        parts = [
-            tuple(x[len(x) * level // count : len(x) * (level + 1) // count] for x in pair) for pair in problem.requests
-        ]
+        parts = []
+        for k, v in problem.requests:
+            begin, end = len(k) * level // count, len(k) * (level + 1) // count
+            parts.append((k[begin:end], v[begin:end]))
         cut.append(nbattn.Level(paged_kv(parts, 1 + level * 3), problem.qo_indptr, causal))
     return nbattn.cascade_attention(problem.query, cut, return_lse=True, **options)
 
@@ -202,7 +204,7 @@ def merged(problem: Handmade) -> Pair:
     sinks = options.pop("sinks", None)
     states: list[np.ndarray] = []
     for half in (0, 1):
-        parts = [tuple(x[c:] if half else x[:c] for x in pair) for pair, c in zip(problem.requests, cuts, strict=True)]
+        parts = [(k[c:], v[c:]) if half else (k[:c], v[:c]) for (k, v), c in zip(problem.requests, cuts, strict=True)]
         options["kv_start"] = problem.kv_start + (cuts if half else 0)
         if problem.mask is not None:
             options["attn_mask"] = mask = problem.mask.copy()

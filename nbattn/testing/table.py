@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from nbattn.testing.attention_cases import CascadeCase, PagedCase
 from nbattn.testing.cases import Case, GatherCase, MergeCase
+from nbattn.testing.draws import FACES, WRAPPERS
 from nbattn.testing.face_cases import FaceCase
 from nbattn.testing.pools import LAYOUTS
-from nbattn.testing.random_cases import FACES, WRAPPERS
 from nbattn.testing.wrapper_cases import WrapperCase
 
 P, C, G, M = PagedCase, CascadeCase, GatherCase, MergeCase

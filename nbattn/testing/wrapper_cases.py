@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from nbattn.testing.cases import Case, Problem
+from nbattn.testing.draws import GROUPS, HEAD_DIMS, PAGE_SIZES, pick, random_lens, random_levels, sometimes
 from nbattn.testing.memory import Rng, poison, spread
 from nbattn.testing.pools import random_pool, random_values
-from nbattn.testing.random_cases import GROUPS, HEAD_DIMS, PAGE_SIZES, pick, random_lens, random_levels, sometimes
 
 Move = Callable[[np.ndarray], Any]
 TABLE_NAMES = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
@@ -35,7 +35,7 @@ class WrapperCase(Case):
 
     def function(self) -> Callable[..., Any]:
         """Return the wrapper as a function of its definition's signature."""
-        return {"multi_level_cascade": run_multi_level, "shared_prefix": run_shared_prefix}[self.face]
+        return run_multi_level if self.face == "multi_level_cascade" else run_shared_prefix
 
     def build(self, array: Move = np.asarray) -> Problem:
         """Return the arrays and arguments; `array` moves each to its device."""
