@@ -96,5 +96,5 @@ class Device:
 
     def bind(self, call: KernelCall, cells: Any, places: dict[str, int]) -> BoundLaunch:
         """Return a kernel's launch on any stream; parameters named in `places` are read from `cells` each time."""
-        family, constants, *how = call
-        return launch.kernel(family, self.number, **constants).bind(cells, places, *how)
+        family, constants = call[:2]
+        return launch.kernel(family, self.number, **constants).bind(cells, places, *call[2:])
