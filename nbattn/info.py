@@ -49,13 +49,18 @@ def _core() -> str:
     return versions + (f"; MISSING {', '.join(missing)}: pip install {' '.join(missing)}" if missing else "")
 
 
-def _cpu() -> str:
+def processor() -> tuple[str, int | None]:
+    """Return the CPU's model and how many of its cores may be used."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         model = platform.processor() or platform.machine()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return model, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _cpu() -> str:
+    model, usable = processor()
     return f"{model}, {usable} of {os.cpu_count()} cores usable"
 
 

@@ -5,11 +5,8 @@ The limits run on nbattn's worker team, so that they hand work to threads at the
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from time import perf_counter_ns, process_time_ns, sleep
 from typing import Any
 
@@ -21,6 +18,7 @@ from numba.extending import intrinsic
 
 from nbattn.cpu_ref import workers
 from nbattn.cpu_ref.lanes import REGISTER_BYTES
+from nbattn.info import processor
 
 Call = Callable[[], Any]
 
@@ -215,10 +213,5 @@ def wait_for_idle() -> None:
 
 def device_name() -> str:
     """Return the CPU's model and how many cores may be used."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    model, usable = processor()
     return f"{model}, {usable} cores, {8 * REGISTER_BYTES}-bit vectors"

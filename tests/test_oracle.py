@@ -7,25 +7,10 @@ one query row, and attention is causal.
 
 import numpy as np
 import pytest
+from hand_values import INF, LN, both, close, zeros
 
 from nbattn import oracle
 from nbattn.testing import scatter, zero_logit_tokens
-
-LN = np.log
-INF = np.inf
-
-
-def close(actual, expected, tolerance=1e-12):
-    for a, e in zip(actual, expected, strict=True) if isinstance(actual, tuple) else [(actual, expected)]:
-        np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
-
-
-def both(q, kv, qo_indptr=None, **options):
-    return oracle.paged_attention(q, kv, qo_indptr, return_lse=True, **options)
-
-
-def zeros(rows, heads=1):
-    return np.zeros((rows, heads, 64))
 
 
 def logit_keys(logits, v=None):

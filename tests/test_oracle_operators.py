@@ -4,28 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hand_values import INF, LN, both, close, zeros
 from scipy.special import logsumexp, softmax
 
 from nbattn import oracle
 from nbattn.oracle import Level, Rope
 from nbattn.oracle.score_pipeline import rotate
 from nbattn.testing import scatter, zero_logit_tokens
-
-LN = np.log
-INF = np.inf
-
-
-def close(actual, expected, tolerance=1e-12):
-    for a, e in zip(actual, expected, strict=True) if isinstance(actual, tuple) else [(actual, expected)]:
-        np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
-
-
-def both(q, kv, qo_indptr=None, **options):
-    return oracle.paged_attention(q, kv, qo_indptr, return_lse=True, **options)
-
-
-def zeros(rows, heads=1):
-    return np.zeros((rows, heads, 64))
 
 
 def test_r1_cross_attention_sees_every_key():

@@ -15,9 +15,14 @@ from nbattn import __main__ as command_line
 from nbattn import info
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-SOURCES = sorted(
-    path for folder in ("nbattn", "cpu_ref", "cuda_kernels") for path in CHECKOUT.joinpath(folder).rglob("*.py")
-)
+
+
+def files_in(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in CHECKOUT.joinpath(folder).rglob("*.py"))
+
+
+SOURCES = files_in("nbattn", "cpu_ref", "cuda_kernels")
+AROUND = files_in("tests", "scripts", "examples")
 PROJECT = tomllib.loads(CHECKOUT.joinpath("pyproject.toml").read_text())
 
 BREAK_GPU_PACKAGES = """
@@ -115,7 +120,7 @@ def test_plain_install_pulls_no_gpu_package():
     assert required == ["numpy", "numba", "scipy", "ml_dtypes"]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(CHECKOUT).as_posix())
+@pytest.mark.parametrize("path", SOURCES + AROUND, ids=lambda path: path.relative_to(CHECKOUT).as_posix())
 def test_source_file_is_short(path):
     assert len(path.read_text().splitlines()) <= 400
 
