@@ -3,58 +3,16 @@
 A stand-in for CuPy counts every copy, and a stand-in for the CUDA target keeps the checked problem.
 """
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import stand_in_cupy
+from stand_in_cupy import DeviceArray
 
 import nbattn
 from nbattn import ContractError, PagedKVCollection, PageTableError
 from nbattn.planning import Tiling
-
-
-class DeviceArray:
-    """A NumPy array behind the part of CuPy's interface that the host side of the library may use."""
-
-    def __init__(self, host, copies):
-        self.host, self.copies, self.base = host, copies, None
-        self.shape, self.dtype, self.ndim, self.size = host.shape, host.dtype, host.ndim, host.size
-        self.strides, self.itemsize, self.device = host.strides, host.itemsize, "<CUDA Device 0>"
-        self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0], device_id=0)
-        self.flags = SimpleNamespace(c_contiguous=False)  # so that copies go through `get` and `copy`
-        self.nbytes = host.nbytes
-
-    def get(self, out=None, blocking=True):
-        self.copies.append(self.shape)
-        if out is None:
-            return self.host.copy()
-        out[:] = self.host
-        return out
-
-    def item(self):
-        return self.get().item()
-
-    def copy(self):
-        return DeviceArray(self.host.copy(), self.copies)
-
-    def astype(self, dtype, order="K"):
-        return DeviceArray(self.host.astype(dtype, order=order), self.copies)
-
-    def reshape(self, *shape):
-        return DeviceArray(self.host.reshape(*shape), self.copies)
-
-    def transpose(self, *axes):
-        return DeviceArray(self.host.transpose(*axes), self.copies)
-
-    def __getitem__(self, index):
-        return DeviceArray(self.host[index], self.copies)
-
-    def __len__(self):
-        return len(self.host)
-
-    def __array__(self, *args, **kwargs):
-        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
 
 
 class Target(SimpleNamespace):
@@ -75,15 +33,9 @@ class Target(SimpleNamespace):
 
 @pytest.fixture
 def cupy(monkeypatch):
-    """Install the stand-ins; ``cupy.copies`` lists the shape of every array that was copied to the host."""
-    module = ModuleType("cupy")
-    module.ndarray, module.copies, module.target = DeviceArray, [], Target()
-    module.asarray = lambda x: DeviceArray(np.array(x), module.copies)
-    module.zeros = lambda *args: DeviceArray(np.zeros(*args), module.copies)
-    module.full = lambda *args: DeviceArray(np.full(*args), module.copies)
-    stream = SimpleNamespace(synchronize=lambda: None)
-    module.cuda = SimpleNamespace(alloc_pinned_memory=bytearray, get_current_stream=lambda device: stream)
-    monkeypatch.setitem(sys.modules, "cupy", module)
+    """Install the stand-ins; ``cupy.target`` is that of the CUDA target."""
+    module = stand_in_cupy.install(monkeypatch)
+    module.target = Target()
     for name in ("engine", "gather"):
         monkeypatch.setattr(f"nbattn.{name}.backend", lambda target: {"cuda": module.target}[target])
     return module

@@ -1,109 +1,22 @@
 """Caches and tables on a GPU, seen from the host: what is copied, what stays there and what is refused.
 
-A stand-in for CuPy gives its values away through `get` alone, so these tests need no GPU and count every copy.
+A stand-in for CuPy gives its values away through copies alone, so these tests need no GPU and count every copy.
 """
 
-import ctypes
 import sys
-from types import ModuleType, SimpleNamespace
-from typing import ClassVar
+from types import ModuleType
 
 import numpy as np
 import pytest
+import stand_in_cupy
+from stand_in_cupy import DeviceArray
 
 from nbattn import ContractError, PagedKV, PageTableError, TargetError, append_paged_kv_cache
 
 
-class DeviceArray:
-    """A NumPy array behind the part of CuPy's interface that the host side of the library may use."""
-
-    pending: ClassVar = []  # copies that the stream has not done yet
-
-    def __init__(self, host, copies, base=None):
-        self.host, self.copies, self.base = host, copies, base
-        self.shape, self.dtype, self.ndim, self.size = host.shape, host.dtype, host.ndim, host.size
-        self.strides, self.itemsize, self.device = host.strides, host.itemsize, "<CUDA Device 0>"
-        self.nbytes, self.flags = host.nbytes, host.flags
-        self.data = SimpleNamespace(
-            ptr=host.__array_interface__["data"][0],
-            device_id=0,
-            copy_to_host_async=self._copy_to_host,
-            copy_from_device_async=lambda data, size: ctypes.memmove(self.data.ptr, data.ptr, size),
-        )
-
-    def _copy_to_host(self, address, size):
-        assert self.flags.c_contiguous
-        assert size == self.nbytes
-        self.copies.append(self.shape)
-        self.pending.append((address, self.host))
-
-    def get(self, out=None, blocking=True):
-        self.copies.append(self.shape)
-        if out is None:
-            return self.host.copy()
-        assert not blocking
-        self.pending.append((out.ctypes.data, self.host))
-        return out
-
-    def copy(self):
-        return DeviceArray(self.host.copy(), self.copies)
-
-    def astype(self, dtype, order="K"):
-        return DeviceArray(self.host.astype(dtype, order=order), self.copies)
-
-    def item(self):
-        return self.get().item()
-
-    def _view(self, host):
-        return DeviceArray(host, self.copies, self if self.base is None else self.base)
-
-    def reshape(self, *shape):
-        return self._view(self.host.reshape(*shape))
-
-    def transpose(self, *axes):
-        return self._view(self.host.transpose(*axes))
-
-    def __getitem__(self, index):
-        return self._view(self.host[index])
-
-    def __array__(self, *args, **kwargs):
-        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
-
-
-class PinnedMemory(bytearray):
-    """What `alloc_pinned_memory` returns."""
-
-    @property
-    def ptr(self):
-        return np.frombuffer(self, np.uint8).ctypes.data
-
-
 @pytest.fixture
 def cupy(monkeypatch):
-    """Install the stand-in; ``cupy.copies`` lists the shape of every array that was copied to the host."""
-    module = ModuleType("cupy")
-    module.ndarray, module.copies = DeviceArray, []
-    module.asarray = lambda x: DeviceArray(np.array(x), module.copies)
-
-    def as_strided(x, shape, strides):
-        return DeviceArray(np.lib.stride_tricks.as_strided(x.host, shape, strides), module.copies, x)
-
-    def synchronize():
-        for address, values in DeviceArray.pending:
-            ctypes.memmove(address, np.ascontiguousarray(values).ctypes.data, values.nbytes)
-        module.copies.append(f"wait for {len(DeviceArray.pending)}")
-        DeviceArray.pending.clear()
-
-    streams = {0: SimpleNamespace(synchronize=synchronize)}
-    module.empty = lambda shape, dtype: DeviceArray(np.empty(shape, dtype), module.copies)
-    module.cuda = SimpleNamespace(
-        alloc_pinned_memory=PinnedMemory,
-        get_current_stream=streams.__getitem__,
-        runtime=SimpleNamespace(getDevice=lambda: 0),
-    )
-    module.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=as_strided))
-    monkeypatch.setitem(sys.modules, "cupy", module)
-    return module
+    return stand_in_cupy.install(monkeypatch)
 
 
 CACHE = np.arange(8 * 2 * 4 * 2 * 16, dtype=np.float32).reshape(8, 2, 4, 2, 16)
@@ -114,21 +27,23 @@ TABLE, LENS = np.array([[5, 1], [2, 9]], np.int32), np.array([7, 3], np.int32)
 def test_offsets_and_lengths_are_copied_once_and_ids_never(cupy):
     arrays = [cupy.asarray(x) for x in (INDPTR, INDICES, LAST)]
     kv = PagedKV.from_page_table(cupy.asarray(CACHE), *arrays)
-    assert cupy.copies == [(3,), (2,), "wait for 2"]
+    assert (cupy.copies, cupy.waits) == ([(3,), (2,)], [2])
     assert (kv.library, kv.kv_lens.tolist(), kv.kv_indptr.tolist()) == ("cupy", [9, 3], [0, 3, 4])
     assert isinstance(kv.kv_indices, DeviceArray)
     arrays[1].host[:] = 77
     assert kv.kv_indices.host.tolist() == INDICES.tolist()  # a snapshot
     spread = [cupy.asarray(np.repeat(x, 2))[::2] for x in (INDPTR, INDICES, LAST)]
-    del cupy.copies[:]
+    cupy.copies.clear()
+    cupy.waits.clear()
     kv = PagedKV.from_page_table(cupy.asarray(CACHE), *spread)
-    assert cupy.copies == [(3,), (2,), "wait for 2"]
+    assert (cupy.copies, cupy.waits) == ([(3,), (2,)], [2])
     assert (kv.kv_lens.tolist(), kv.kv_indptr.tolist()) == ([9, 3], [0, 3, 4])
     assert kv.kv_indices.host.tolist() == INDICES.tolist()
-    del cupy.copies[:]
+    cupy.copies.clear()
+    cupy.waits.clear()
     table = cupy.asarray(np.repeat(TABLE, 2, axis=1))[:, ::2]
     kv = PagedKV.from_block_table(*[cupy.asarray(CACHE[:, 0])] * 2, table, cupy.asarray(LENS))
-    assert cupy.copies == [(2,)]
+    assert (cupy.copies, cupy.waits) == ([(2,)], [])
     assert kv.kv_indices.host.tolist() == [5, 1, 2, 9]
     assert kv.kv_indices.host.flags.c_contiguous
 
@@ -136,7 +51,7 @@ def test_offsets_and_lengths_are_copied_once_and_ids_never(cupy):
 def test_an_empty_batch_needs_no_wait(cupy):
     empty = np.zeros(0, np.int32)
     kv = PagedKV.from_page_table(cupy.asarray(CACHE), *map(cupy.asarray, (INDPTR[:1], empty, empty)))
-    assert (kv.batch_size, sorted(cupy.copies)) == (0, [(0,), (1,)])
+    assert (kv.batch_size, sorted(cupy.copies), cupy.waits) == (0, [(0,), (1,)], [])
 
 
 def test_host_tables_stay_on_the_host_and_are_checked(cupy):

@@ -1,60 +1,16 @@
 """Metadata and buffers on a GPU, seen from the host: what `plan` copies and refuses, on a stand-in for CuPy."""
 
-import sys
-from types import ModuleType, SimpleNamespace
-
 import numpy as np
 import pytest
+import stand_in_cupy
 from level_setup import TWO, Decode, Multi, Setup
 
 import nbattn
 
 
-class DeviceArray:
-    """A NumPy array behind what the host side of the wrappers may use of CuPy's."""
-
-    def __init__(self, host):
-        self.host = host
-        self.shape, self.dtype, self.ndim, self.size = host.shape, host.dtype, host.ndim, host.size
-        self.nbytes, self.data = host.nbytes, SimpleNamespace(device_id=0)
-        self.flags = SimpleNamespace(c_contiguous=False)  # so that copies go through `get` and `copy`
-
-    def get(self, out=None, blocking=True):
-        if out is None:
-            return self.host.copy()
-        out[:] = self.host
-        return out
-
-    def set(self, values):
-        assert isinstance(values, np.ndarray)
-        assert values.dtype == self.dtype
-        self.host[...] = values
-
-    def copy(self):
-        return DeviceArray(self.host.copy())
-
-    def astype(self, dtype, order="K"):
-        return DeviceArray(self.host.astype(dtype, order=order))
-
-    def __getitem__(self, index):
-        return DeviceArray(self.host[index])
-
-    def __setitem__(self, index, values):
-        assert isinstance(values, DeviceArray)
-        self.host[index] = values.host
-
-    def __array__(self, *args, **kwargs):
-        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
-
-
 @pytest.fixture
 def cupy(monkeypatch):
-    module = ModuleType("cupy")
-    module.ndarray, module.asarray = DeviceArray, lambda x: DeviceArray(np.array(x))
-    stream = SimpleNamespace(synchronize=lambda: None)
-    module.cuda = SimpleNamespace(alloc_pinned_memory=bytearray, get_current_stream=lambda device: stream)
-    monkeypatch.setitem(sys.modules, "cupy", module)
-    return module
+    return stand_in_cupy.install(monkeypatch)
 
 
 def buffers(lists, make):
