@@ -86,6 +86,7 @@ def random_case(family: str, rng: Rng, q_dtype: str | None = None, kv_dtype: str
 
     Examples
     --------
+    >>> import numpy as np
     >>> random_case("merge", np.random.default_rng(0)).family.startswith("merge_state")
     True
     """
