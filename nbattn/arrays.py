@@ -43,7 +43,7 @@ def on_host(*arrays: Array) -> list[np.ndarray]:
     for x in arrays:
         copy = np.frombuffer(memory, x.dtype, x.size, begin)
         if _is_in_one_piece(x):
-            x.data.copy_to_host_async(memory.ptr + begin, x.nbytes)  # half of what `get` takes
+            x.data.copy_to_host_async(memory.ptr + begin, x.nbytes)  # `get` takes more steps
         else:
             x.get(out=copy, blocking=False)
         copies.append(copy)
@@ -58,7 +58,7 @@ def copy_of(x: Array) -> Array:
     if isinstance(x, np.ndarray) or not x.size or not _is_in_one_piece(x):
         return x.copy()
     copy = sys.modules["cupy"].empty(x.shape, x.dtype)
-    copy.data.copy_from_device_async(x.data, x.nbytes)  # a third of what `copy` takes
+    copy.data.copy_from_device_async(x.data, x.nbytes)  # `copy` takes more steps
     return copy
 
 
