@@ -39,15 +39,9 @@ def on_host(*arrays: Array) -> list[np.ndarray]:
     if len(arrays) == 1 or not all(library_of(x) == "cupy" and x.size for x in arrays):
         return [x if isinstance(x, np.ndarray) else x.get() for x in arrays]
     cuda = sys.modules["cupy"].cuda
-    memory, begin, copies = cuda.alloc_pinned_memory(sum(x.nbytes for x in arrays)), 0, []
-    for x in arrays:
-        copy = np.frombuffer(memory, x.dtype, x.size, begin)
-        if _is_in_one_piece(x):
-            x.data.copy_to_host_async(memory.ptr + begin, x.nbytes)  # `get` takes more steps
-        else:
-            x.get(out=copy, blocking=False)
-        copies.append(copy)
-        begin += x.nbytes
+    copies = [np.frombuffer(cuda.alloc_pinned_memory(x.nbytes), x.dtype, x.size) for x in arrays]
+    for x, copy in zip(arrays, copies, strict=True):
+        x.get(out=copy, blocking=False)
     for device in {x.data.device_id for x in arrays}:
         cuda.get_current_stream(device).synchronize()
     return copies
@@ -55,16 +49,14 @@ def on_host(*arrays: Array) -> list[np.ndarray]:
 
 def copy_of(x: Array) -> Array:
     """Return a contiguous copy of an array where it is."""
-    if isinstance(x, np.ndarray) or not x.size or not _is_in_one_piece(x):
+    if isinstance(x, np.ndarray) or not x.size or not x.flags.c_contiguous:
         return x.copy()
-    copy = sys.modules["cupy"].empty(x.shape, x.dtype)
+    cupy = sys.modules["cupy"]
+    if x.data.device_id != cupy.cuda.runtime.getDevice():  # its stream orders the copy
+        return x.copy()
+    copy = cupy.empty(x.shape, x.dtype)
     copy.data.copy_from_device_async(x.data, x.nbytes)  # `copy` takes more steps
     return copy
-
-
-def _is_in_one_piece(x: Array) -> bool:
-    """Return whether a CuPy array is contiguous, and on the current device, whose stream orders its copies."""
-    return x.flags.c_contiguous and x.data.device_id == sys.modules["cupy"].cuda.runtime.getDevice()
 
 
 def require_array(name: str, x: Array) -> Array:

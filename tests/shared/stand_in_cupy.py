@@ -21,15 +21,8 @@ class DeviceArray:
         self.data = SimpleNamespace(
             ptr=host.__array_interface__["data"][0],
             device_id=0,
-            copy_to_host_async=self._copy_to_host,
             copy_from_device_async=lambda data, size: ctypes.memmove(self.data.ptr, data.ptr, size),
         )
-
-    def _copy_to_host(self, address, size):
-        assert self.flags.c_contiguous
-        assert size == self.nbytes
-        self.module.copies.append(self.shape)
-        self.module.pending.append((address, self.host))
 
     def get(self, out=None, blocking=True):
         self.module.copies.append(self.shape)
@@ -79,14 +72,6 @@ class DeviceArray:
         raise TypeError("Implicit conversion to a NumPy array is not allowed.")
 
 
-class PinnedMemory(bytearray):
-    """What `alloc_pinned_memory` returns."""
-
-    @property
-    def ptr(self):
-        return np.frombuffer(self, np.uint8).ctypes.data
-
-
 def install(monkeypatch):
     """Put the module in CuPy's place and return it.
 
@@ -112,7 +97,7 @@ def install(monkeypatch):
     module.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=as_strided))
     streams = {0: SimpleNamespace(synchronize=synchronize)}
     module.cuda = SimpleNamespace(
-        alloc_pinned_memory=PinnedMemory,
+        alloc_pinned_memory=bytearray,
         get_current_stream=streams.__getitem__,
         runtime=SimpleNamespace(getDevice=lambda: 0),
     )
