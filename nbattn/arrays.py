@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from nbattn.errors import ContractError, TargetError
+from nbattn.errors import ContractError, TargetError, check_choice
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -18,6 +18,7 @@ FLOAT8_E5M2 = np.dtype(ml_dtypes.float8_e5m2)
 
 QUERY_DTYPES = ("float16", "bfloat16", "float32", "float64")
 QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+TARGETS = ("cpu", "cuda", "gpu")
 CACHE_DTYPES = QUERY_DTYPES + QUANTIZED_DTYPES
 
 
@@ -67,11 +68,9 @@ def require_array(name: str, x: Array) -> Array:
 
 
 def common_library(**arrays: Array) -> str:
-    """Return the one library of all given data arrays (None values are skipped)."""
+    """Return the one library of all given data arrays."""
     found: dict[str, str] = {}
     for name, x in arrays.items():
-        if x is None:
-            continue
         found.setdefault(str(library_of(require_array(name, x))), name)
     if len(found) > 1:
         (lib_a, a), (lib_b, b) = list(found.items())[:2]
@@ -86,8 +85,7 @@ def confirm_target(target: str | None, library: str) -> str:
     implied = "cpu" if library == "numpy" else "cuda"
     if target is None:
         return implied
-    if target not in ("cpu", "cuda", "gpu"):
-        raise ContractError(f'target: must be "cpu", "cuda" or "gpu", got {target!r}.')
+    check_choice("target", target, TARGETS)
     if ("cuda" if target == "gpu" else target) == implied:
         return implied
     if implied == "cpu":

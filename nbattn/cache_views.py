@@ -8,11 +8,16 @@ from typing import Any
 import numpy as np
 
 from nbattn.arrays import CACHE_DTYPES, Array, common_library, dtype_name, library_of, require_array
-from nbattn.errors import ContractError
+from nbattn.errors import ContractError, check_choice
 
 AXES = {"NHD": "[pages, page_size, kv_heads, dim]", "HND": "[pages, kv_heads, page_size, dim]"}
 
 Named = tuple[str, Any]  # an argument's name and value
+
+
+def check_layout(kv_layout: Any) -> str:
+    """Return a cache layout's name."""
+    return str(check_choice("kv_layout", kv_layout, tuple(AXES)))
 
 
 def split_pair(name: str, cache: Any) -> tuple[Named, Named]:
@@ -31,8 +36,7 @@ def split_pair(name: str, cache: Any) -> tuple[Named, Named]:
 
 def page_views(k: Named, v: Named, kv_layout: str) -> tuple[Array, Array]:
     """Return K and V as views ``[pages, page_size, kv_heads, dim]``, checked singly and against each other."""
-    if kv_layout not in AXES:
-        raise ContractError(f'kv_layout: must be "NHD" or "HND", got {kv_layout!r}.')
+    check_layout(kv_layout)
     (k_name, k_pages), (v_name, v_pages) = k, v
     library = common_library(**{k_name: k_pages, v_name: v_pages})
     k_shape, v_shape = _check_pages(*k, kv_layout), _check_pages(*v, kv_layout)
@@ -90,18 +94,20 @@ def with_page_stride(name: str, pool: Array, page_stride: int) -> Array:
     packed = int(np.prod(pool.shape[1:]))
     if page_stride < packed:
         raise ContractError(f"page_stride: must be -1 or at least {packed} (one packed page), got {page_stride}.")
-    tricks = np.lib.stride_tricks if library_of(pool) == "numpy" else sys.modules["cupy"].lib.stride_tricks
-    strided = tricks.as_strided(pool, pool.shape, (page_stride * pool.itemsize, *pool.strides[1:]))
-    owned_first, owned_end = _byte_extent(_owner(pool))
-    first, end = _byte_extent(strided)
-    if pool.size and not owned_first <= first <= end <= owned_end:
+    if not pool.size or pool.shape[0] == 1:
+        return pool  # no second page
+    owner, strides = _owner(pool), (page_stride * pool.itemsize, *pool.strides[1:])
+    owned_first, owned_end = _byte_extent(owner, owner.strides)
+    first, end = _byte_extent(pool, strides)
+    if not owned_first <= first <= end <= owned_end:
         start = _address(pool)
         raise ContractError(
             f"page_stride: the last of {pool.shape[0]} pages must end inside the memory of the base of {name}, "
             f"{(owned_end - start) // pool.itemsize} elements from its start, got {page_stride},"
             f" which ends at {(end - start) // pool.itemsize}."
         )
-    return strided
+    tricks = np.lib.stride_tricks if library_of(pool) == "numpy" else sys.modules["cupy"].lib.stride_tricks
+    return tricks.as_strided(pool, pool.shape, strides)
 
 
 def _owner(x: Array) -> Array:
@@ -113,9 +119,9 @@ def _owner(x: Array) -> Array:
     return owner
 
 
-def _byte_extent(x: Array) -> tuple[int, int]:
-    """Return the addresses of the first byte and of the byte after the last that `x` reaches."""
-    steps = [(size - 1) * stride for size, stride in zip(x.shape, x.strides, strict=True)]
+def _byte_extent(x: Array, strides: tuple[int, ...]) -> tuple[int, int]:
+    """Return the addresses of the first byte and of the byte after the last that `x` reaches with other strides."""
+    steps = [(size - 1) * stride for size, stride in zip(x.shape, strides, strict=True)]
     first = _address(x)
     return first + sum(min(s, 0) for s in steps), first + sum(max(s, 0) for s in steps) + x.itemsize
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from nbattn import contracts
 from nbattn.arrays import CACHE_DTYPES, QUERY_DTYPES, Array, library_of
-from nbattn.cache_views import page_views, split_pair
-from nbattn.errors import ContractError
+from nbattn.cache_views import check_layout, page_views, split_pair
+from nbattn.errors import ContractError, check_choice
 from nbattn.level_tables import LevelTables, build_levels
 from nbattn.merging import merge_state, merge_state_in_place, merge_states
 from nbattn.paged import Result, perform
@@ -21,7 +21,6 @@ from nbattn.planned_levels import (
     PlanKeeper,
     PlannedDtype,
     caches_of,
-    check_layout,
     level_table,
     planned_dtype,
 )
@@ -137,8 +136,9 @@ class MultiLevelCascadeAttentionWrapper:
     ) -> None:
         self._num_levels = contracts.check_int("num_levels", num_levels, at_least=1)
         self._kv_layout = check_layout(kv_layout)
+        wants_graph = contracts.check_bool("use_cuda_graph", use_cuda_graph)
         buffers = qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr
-        self._buffers = TableBuffers(buffers, num_levels) if use_cuda_graph else None
+        self._buffers = TableBuffers(buffers, num_levels) if wants_graph else None
         self._planned: _Planned | None = None
         self._pages: tuple[Array, Array] | None = None  # of the last run, for a graph on the device
 
@@ -222,7 +222,7 @@ class MultiLevelCascadeAttentionWrapper:
             "logits_soft_cap": contracts.check_soft_cap(logits_soft_cap),
             "rope": _rope(pos_encoding_mode, head_dim, rope_scale, rope_theta),
         }
-        tables = self._tables(levels, page_size, causal)
+        tables = self._tables(levels, page_size, contracts.check_bool("causal", causal))
         planned = _Planned(
             heads,
             tables,
@@ -314,7 +314,7 @@ class MultiLevelCascadeAttentionWrapper:
     def _tables(self, levels: list[dict[str, Any]], page_size: int, causal: bool) -> list[LevelTable]:
         last = self._num_levels - 1
         return [
-            level_table(named, page_size, causal=bool(causal) and i == last, first=last == 0)
+            level_table(named, page_size, causal=causal and i == last, first=last == 0)
             for i, named in enumerate(levels)
         ]
 
@@ -360,8 +360,7 @@ class MultiLevelCascadeAttentionWrapper:
 
 def _rope(mode: str, head_dim: int, rope_scale: float | None, rope_theta: float | None) -> Rope | None:
     """Return the rotation of a position mode; its numbers are checked in every mode."""
-    if mode not in POSITION_MODES:
-        raise ContractError(f"pos_encoding_mode: must be one of {', '.join(POSITION_MODES)}, got {mode!r}.")
+    check_choice("pos_encoding_mode", mode, POSITION_MODES)
     numbers = []
     for name, value, default in (("rope_theta", rope_theta, 1e4), ("rope_scale", rope_scale, 1.0)):
         number = default if value is None else contracts.check_number(name, value)

@@ -24,11 +24,11 @@ from nbattn.arrays import (
     library_of,
     require_array,
 )
-from nbattn.errors import ContractError, TargetError
+from nbattn.errors import ContractError, TargetError, check_choice
 from nbattn.kv_cache import PagedKV
 from nbattn.page_tables import INT32_MAX, host_int64, require_index_array, snapshot
 from nbattn.positions import one_row_each
-from nbattn.problem import Level
+from nbattn.problem import FLAG_TYPES, Level
 from nbattn.scoring import LOG2E
 
 OUT_DTYPES = ("float16", "bfloat16", "float32")
@@ -122,13 +122,20 @@ def check_levels(levels: Any, q: Array) -> tuple[tuple[Level, ...], str]:
         offsets = check_offsets(
             name, level.qo_indptr, kv.batch_size, q.shape[0], first=len(levels) == 1, library=library
         )
-        checked.append(Level(kv, offsets, bool(level.causal)))
+        checked.append(Level(kv, offsets, check_bool(name.replace("qo_indptr", "causal"), level.causal)))
     return tuple(checked), library
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Return a bool."""
+    if not isinstance(value, FLAG_TYPES):
+        raise ContractError(f"{name}: must be a bool, got {value!r}.")
+    return bool(value)
 
 
 def check_number(name: str, value: Any, *, positive: bool = False) -> float:
     """Return a real, finite number."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value or abs(value) == math.inf:
         raise ContractError(f"{name}: must be a finite number, got {value!r}.")
     size: Any = abs(value)
     if size > LARGEST_NUMBER:
@@ -138,12 +145,14 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> float:
     return float(value)
 
 
-def check_int(name: str, value: Any, *, at_least: int | None = None) -> int:
+def check_int(name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None) -> int:
     """Return an integer."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ContractError(f"{name}: must be an int, got {value!r}.")
     if at_least is not None and value < at_least:
         raise ContractError(f"{name}: must be at least {at_least}, got {value}.")
+    if at_most is not None and not value <= at_most:
+        raise ContractError(f"{name}: must be at most {at_most}, got {value}.")
     return int(value)
 
 
@@ -272,10 +281,8 @@ def check_results(
     q: Array, head_dim_vo: int, out: Any, lse: Any, out_dtype: Any, return_lse: bool, base: str
 ) -> tuple[Array, Array | None]:
     """Return (out, lse or None): what was given if it fits, else new arrays of 0 and -inf."""
-    if not isinstance(base, str) or base not in LSE_BASES:
-        raise ContractError(f'lse_base: must be "2" or "e", got {base!r}.')
-    if not isinstance(return_lse, (bool, np.bool_, int)):
-        raise ContractError(f"return_lse: must be a bool, got {return_lse!r}.")
+    check_choice("lse_base", base, LSE_BASES)
+    check_bool("return_lse", return_lse)
     dtype = q.dtype if out_dtype is None else dtype_from_name(out_dtype, "out_dtype")
     if dtype != q.dtype and str(dtype) not in OUT_DTYPES:
         raise ContractError(f"out_dtype: must be one of {', '.join(OUT_DTYPES)} or q's dtype, got {dtype}.")

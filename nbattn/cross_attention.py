@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nbattn.arrays import Array, common_library
-from nbattn.contracts import check_int, check_offsets
-from nbattn.errors import ContractError
+from nbattn.contracts import check_int
+from nbattn.errors import ContractError, check_choice
 from nbattn.face_rules import (
     argument_names,
     check_cache_lengths,
     check_length_hint,
     check_ragged_query,
+    check_row_offsets,
     check_single_number,
     one_output,
     row_positions,
@@ -189,8 +190,7 @@ def generic_cross_attention_kv_cache(
     [[0.0, 1.0], [1.0, 2.0]]
     """
     mask = _mask(mask_str, local_window_size)
-    if q_start not in ROW_RULES:
-        raise ContractError(f'q_start: must be "cache_length" or "bottom_right", got {q_start!r}.')
+    check_choice("q_start", q_start, ROW_RULES)
     out, out_name = one_output(output, out)
     kv, offsets, context = _cache(q, q_input_row_offsets, q_max_seq_len, kv_input_row_offsets, kv_collection, layer_idx)
     positions = None
@@ -226,11 +226,9 @@ def _cache(
     library = common_library(q=q, kv_blocks=collection.kv_blocks)
     rows = check_ragged_query(q)
     context = check_cache_lengths("cache_lengths", collection.cache_lengths, library)
-    offsets = check_offsets("q_input_row_offsets", q_offsets, context.size, rows, first=True, library=library)
+    offsets = check_row_offsets("q_input_row_offsets", q_offsets, context.size, rows, library)
     any_total = np.iinfo(np.int64).max  # the new keys are in the cache already
-    new_keys = np.diff(
-        check_offsets("kv_input_row_offsets", kv_offsets, context.size, any_total, first=True, library=library)
-    )
+    new_keys = np.diff(check_row_offsets("kv_input_row_offsets", kv_offsets, context.size, any_total, library))
     check_length_hint("q_max_seq_len", q_max_seq_len, np.diff(offsets), "rows of the longest request")
     check_length_hint("max_prompt_length", collection.max_prompt_length, new_keys, "most new keys of a request")
     check_length_hint("max_cache_length", collection.max_cache_length, context, "longest of cache_lengths")

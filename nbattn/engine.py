@@ -173,7 +173,8 @@ def planned_levels(
         offsets = contracts.check_offsets(
             name, level.qo_indptr, level.kv.batch_size, 2**31 - 1, first=len(given) == 1, library=level.kv.library
         )
-        checked.append(Level(level.kv, offsets, bool(level.causal)))
+        causal = contracts.check_bool(name.replace("qo_indptr", "causal"), level.causal)
+        checked.append(Level(level.kv, offsets, causal))
         num_rows = max(num_rows, int(offsets[-1]))
     if not checked:
         raise ContractError("kv_or_levels: must hold at least one Level, got an empty list.")

@@ -1,5 +1,10 @@
 """The three errors of the library; every message reads *argument: rule, got value. Hint.*"""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
 
 class ContractError(ValueError):
     """An argument breaks a rule of the operator; nothing was computed or written."""
@@ -11,3 +16,11 @@ class PageTableError(ContractError):
 
 class TargetError(RuntimeError):
     """The requested target cannot run here (no GPU, no driver, a missing package) or cannot run this dtype."""
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> Any:
+    """Return a value that is one of two or more words, or of words and None."""
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        *first, last = ("None" if x is None else f'"{x}"' for x in choices)
+        raise ContractError(f"{name}: must be {', '.join(first)} or {last}, got {value!r}.")
+    return value

@@ -12,6 +12,7 @@ import numpy as np
 from nbattn.arrays import library_of
 from nbattn.errors import ContractError
 from nbattn.npz import read_npz
+from nbattn.page_tables import single_int
 
 if TYPE_CHECKING:
     from nbattn.kv_cache import PagedKV
@@ -27,9 +28,10 @@ def explain(kv: PagedKV, request: int | None = None) -> str:
     """
     if request is None:
         return _summary(kv)
-    if not 0 <= request < kv.batch_size:
-        raise ContractError(f"request: must be in 0..{kv.batch_size - 1}, got {request}.")
-    return _picture(kv, request)
+    number = single_int("request", request)
+    if not 0 <= number < kv.batch_size:
+        raise ContractError(f"request: must be in 0..{kv.batch_size - 1}, got {number}.")
+    return _picture(kv, number)
 
 
 def _summary(kv: PagedKV) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from nbattn.arrays import QUERY_DTYPES, Array, dtype_name, library_of
-from nbattn.contracts import check_int, check_number
+from nbattn.arrays import QUERY_DTYPES, Array, dtype_name, library_of, require_array
+from nbattn.contracts import check_int, check_number, check_offsets
 from nbattn.errors import ContractError, TargetError
 from nbattn.page_tables import host_int64, single_int
 
@@ -48,6 +48,11 @@ def check_ragged_query(q: Array) -> int:
     if q.ndim != 3:
         raise ContractError(f"q: must be [rows, num_heads, head_dim], got shape {q.shape}.")
     return int(q.shape[0])
+
+
+def check_row_offsets(name: str, offsets: Array, batch: int, num_rows: int, library: str) -> np.ndarray:
+    """Return offsets [batch + 1] from 0 to at most `num_rows` as host int64; a face's own are never left out."""
+    return check_offsets(name, require_array(name, offsets), batch, num_rows, first=True, library=library)
 
 
 def check_cache_lengths(name: str, lengths: Array, library: str) -> np.ndarray:

@@ -113,23 +113,31 @@ def build_levels(
     >>> build_levels([["system", "a"], ["system"]], [8, 6], [1, 1], page_size=4).page_of_hash
     {'system': 0, 'a': 1}
     """
-    page_size = check_int("page_size", page_size, at_least=1)
+    page_size = check_int("page_size", page_size, at_least=1, at_most=INT32_MAX)
     max_levels = check_int("max_levels", max_levels, at_least=1)
     row_cost = check_int("row_cost", row_cost, at_least=0)
-    requests = [list(x) for x in pages_or_hashes]
+    try:
+        requests = [list(x) for x in pages_or_hashes]
+    except TypeError as error:
+        rule = "must be a sequence of sequences, one per request"
+        raise ContractError(f"pages_or_hashes: {rule}, got {pages_or_hashes!r}.") from error
     lens, rows = (_lengths(n, x, len(requests)) for n, x in (("kv_lens", kv_lens), ("qo_lens", qo_lens)))
     counts = -(-lens // page_size)
     pages, page_of_hash = _page_ids(requests, lens, counts, page_size, hashed)
     shareable = np.maximum(lens - rows, 0) // page_size
     overlap = [_common_prefix(pages[i], pages[i + 1], int(min(shareable[i : i + 2]))) for i in range(len(pages) - 1)]
-    chosen = _choose(_groups(overlap, rows), page_size, row_cost, max_levels - 1)
+    groups = _groups(overlap, rows)
+    chosen = _choose(groups, page_size, row_cost, min(max_levels - 1, len(groups)))
     tables = LevelTables(*_lists(pages, lens, rows, page_size, chosen))
     tables.page_ids, tables.page_of_hash = pages, page_of_hash
     return tables
 
 
 def _lengths(name: str, values: Any, count: int) -> np.ndarray:
-    lengths = np.asarray(values)
+    try:
+        lengths = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        lengths = np.zeros(0)
     if lengths.shape != (count,) or (count and lengths.dtype.kind not in "iu"):
         raise ContractError(f"{name}: must be {count} integers (one per request), got {values!r}.")
     lengths = lengths.astype(np.int64)

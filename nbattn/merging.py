@@ -9,7 +9,7 @@ import numpy as np
 from nbattn.arrays import QUERY_DTYPES, Array, common_library, dtype_name, library_of, require_array
 from nbattn.contracts import LSE_BASES, check_last_axis
 from nbattn.engine import backend
-from nbattn.errors import ContractError, TargetError
+from nbattn.errors import ContractError, TargetError, check_choice
 
 STATE_DTYPES = ("float32", "float64")
 
@@ -56,7 +56,7 @@ def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array, *, lse_base: str
     _check_states("v_b", v_b, "s_b", s_b, 3)
     _check_same("v_b", v_b, "v_a", v_a)
     _check_same("s_b", s_b, "s_a", s_a)
-    _check_base(lse_base)
+    check_choice("lse_base", lse_base, LSE_BASES)
     new = np if library == "numpy" else sys.modules["cupy"]
     v, s = new.empty(v_a.shape, v_a.dtype), new.empty(s_a.shape, s_a.dtype)
     _run(library, [(v_a, s_a), (v_b, s_b)], v, s, lse_base)
@@ -95,7 +95,7 @@ def merge_state_in_place(
     _check_states("v_other", v_other, "s_other", s_other, 3)
     _check_same("v_other", v_other, "v", v)
     _check_same("s_other", s_other, "s", s)
-    _check_base(lse_base)
+    check_choice("lse_base", lse_base, LSE_BASES)
     for name, x in (("v", v), ("s", s)):
         if library == "numpy" and not x.flags.writeable:
             raise ContractError(f"{name}: must be writable, got a read-only array.")
@@ -141,7 +141,7 @@ def merge_states(v: Array, s: Array, *, lse_base: str = "2") -> tuple[Array, Arr
     (1.0, 1.585)
     """
     library = _check_states("v", v, "s", s, 4)
-    _check_base(lse_base)
+    check_choice("lse_base", lse_base, LSE_BASES)
     new = np if library == "numpy" else sys.modules["cupy"]
     merged = new.empty((v.shape[0], *v.shape[2:]), v.dtype)
     merged_s = new.empty((s.shape[0], s.shape[2]), s.dtype)
@@ -151,11 +151,6 @@ def merge_states(v: Array, s: Array, *, lse_base: str = "2") -> tuple[Array, Arr
 
 def _run(library: str, sources: list, v: Array, s: Array, lse_base: str, mask: Array | None = None) -> None:
     backend("cpu" if library == "numpy" else "cuda").run_merge(sources, v, s, lse_base, mask)
-
-
-def _check_base(lse_base: str) -> None:
-    if lse_base not in LSE_BASES:
-        raise ContractError(f'lse_base: must be "2" or "e", got {lse_base!r}.')
 
 
 def _check_states(v_name: str, v: Array, s_name: str, s: Array, ndim: int) -> str:

@@ -10,14 +10,15 @@ import numpy as np
 from nbattn import page_tables
 from nbattn.arrays import Array, common_library, library_of, require_array
 from nbattn.cache_views import page_views
-from nbattn.contracts import check_int, check_number, check_offsets
-from nbattn.errors import ContractError
+from nbattn.contracts import check_int, check_number
+from nbattn.errors import ContractError, check_choice
 from nbattn.face_rules import (
     argument_names,
     check_flag,
     check_float_array,
     check_head_major_scale,
     check_length_hint,
+    check_row_offsets,
     check_single_number,
     check_sliding_window,
     row_positions,
@@ -237,11 +238,11 @@ def _cache(
         )
     page_tables.require_index_array("kvcache_start", kvcache_start, kvcache_start.ndim, library)
     batch = kvcache_start.shape[0]
-    offsets = check_offsets("cu_seqlens_q", cu_seqlens_q, batch, num_rows, first=True, library=library)
+    offsets = check_row_offsets("cu_seqlens_q", cu_seqlens_q, batch, num_rows, library)
     lens, name = page_tables.host_int64("cu_seqlens_k", cu_seqlens_k, library), "cu_seqlens_k"
     if lens.size == batch + 1:
         any_total = np.iinfo(np.int64).max
-        lens = np.diff(check_offsets(name, lens, batch, any_total, first=True, library=library))
+        lens = np.diff(check_row_offsets(name, lens, batch, any_total, library))
         name = f"diff({name})"
     elif lens.size != batch:
         raise ContractError(
@@ -278,8 +279,7 @@ def _preparation(
     check_float_array("rope_sin", sin, cos.shape, f"{list(cos.shape)} as rope_cos is", library)
     if not 1 <= cos.shape[1] <= q.shape[2] // 2:
         raise ContractError(f"rope_cos: must have 1..{q.shape[2] // 2} columns (half of head_dim), got {cos.shape[1]}.")
-    if mode not in (None, *ROTARY_MODES):
-        raise ContractError(f'rotary_mode: must be "half", "interleaved" or None, got {mode!r}.')
+    check_choice("rotary_mode", mode, (*ROTARY_MODES, None))
     if q_gain is not None:
         check_float_array("q_norm_gain", q_gain, (q.shape[2],), f"[{q.shape[2]}] (head_dim)", library)
     own = row_positions(kv.kv_lens - np.diff(offsets), offsets, len(q))

@@ -12,23 +12,14 @@ import numpy as np
 from nbattn import contracts
 from nbattn.alibi import alibi_slopes
 from nbattn.arrays import Array, dtype_from_name, dtype_name, library_of, require_array
-from nbattn.cache_views import AXES, in_layout, swapped_hint
+from nbattn.cache_views import in_layout, swapped_hint
 from nbattn.engine import plan
 from nbattn.errors import ContractError
 from nbattn.kv_cache import PagedKV
-from nbattn.page_tables import PageTable, TableForm, csr_table_of
+from nbattn.page_tables import INT32_MAX, PageTable, TableForm, csr_table_of
 from nbattn.planning import Plan
 from nbattn.problem import Level
 from nbattn.repeat import RememberedCall, RememberedRun, remember_run
-
-ANY_ROWS = 2**31 - 1  # q comes at run
-
-
-def check_layout(kv_layout: str) -> str:
-    """Return a cache layout's name."""
-    if kv_layout not in AXES:
-        raise ContractError(f'kv_layout: must be "NHD" or "HND", got {kv_layout!r}.')
-    return kv_layout
 
 
 @dataclass(frozen=True)
@@ -42,7 +33,7 @@ class Heads:
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size"):
-            contracts.check_int(name, getattr(self, name), at_least=1)
+            contracts.check_int(name, getattr(self, name), at_least=1, at_most=INT32_MAX)
         if self.num_qo_heads % self.num_kv_heads:
             raise ContractError(
                 f"num_qo_heads: must be a multiple of {self.num_kv_heads} (num_kv_heads), got {self.num_qo_heads}."
@@ -139,7 +130,7 @@ def level_table(named: dict[str, Any], page_size: int, *, causal: bool, first: b
     rows, indptr, ids, last_page_len = named.values()
     form = TableForm(ids_name, lens_name, "csr", indptr_name)
     table = csr_table_of(indptr, ids, last_page_len, page_size, form=form)
-    offsets = contracts.check_offsets(rows_name, rows, len(table.kv_lens), ANY_ROWS, first=first, library="cupy")
+    offsets = contracts.check_offsets(rows_name, rows, len(table.kv_lens), INT32_MAX, first=first, library="cupy")
     on_device = [name for name, x in named.items() if library_of(x) == "cupy"]
     return LevelTable(table, offsets, causal, on_device[0] if on_device else None)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +12,8 @@ import numpy as np
 from nbattn.arrays import Array, accumulator_dtype, dtype_name
 from nbattn.errors import ContractError
 from nbattn.kv_cache import PagedKV
+
+FLAG_TYPES = (bool, np.bool_, int)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Rope:
     def __post_init__(self) -> None:
         for name in ("theta", "scale"):
             value = getattr(self, name)
-            if not isinstance(value, numbers.Real) or value != value or value <= 0 or value == math.inf:
+            if not isinstance(value, numbers.Real) or value <= 0 or not value <= sys.float_info.max:
                 raise ContractError(f"rope.{name}: must be a positive finite number, got {value!r}.")
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from nbattn.arrays import Array, Form, form_of, has_form, library_of
 from nbattn.kv_cache import PagedKV
-from nbattn.problem import ArrayOptions, Level, PlainOptions, Problem
+from nbattn.problem import FLAG_TYPES, ArrayOptions, Level, PlainOptions, Problem
 
 if TYPE_CHECKING:
     from nbattn.page_tables import PageTable
@@ -83,7 +83,7 @@ class RememberedCall:
             kv, qo_indptr, is_causal = levels[i]
             if type(kv) is not PagedKV or kv.table is not table() or kv.forms != forms:
                 return None
-            if is_causal is not causal and bool(is_causal) is not causal:
+            if is_causal is not causal and not (isinstance(is_causal, FLAG_TYPES) and bool(is_causal) is causal):
                 return None
             if qo_indptr is not offsets and _offsets(qo_indptr) != offsets:
                 return None

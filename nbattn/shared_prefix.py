@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from nbattn.arrays import CACHE_DTYPES, Array, common_library, dtype_name, require_array
-from nbattn.cache_views import page_views, split_pair
+from nbattn.cache_views import check_layout, page_views, split_pair
+from nbattn.contracts import check_bool
 from nbattn.errors import ContractError
 from nbattn.kv_cache import PagedKV
 from nbattn.page_tables import slot_table
 from nbattn.paged import Result, perform
-from nbattn.planned_levels import Heads, LevelTable, PlanKeeper, caches_of, check_layout, level_table, planned_dtype
+from nbattn.planned_levels import Heads, LevelTable, PlanKeeper, caches_of, level_table, planned_dtype
 from nbattn.problem import Level, PlainOptions
 
 
@@ -41,9 +42,10 @@ class _SharedPrefixWrapper:
     ) -> Result:  # fmt: skip
         if self._table is None:
             raise ContractError("forward: must follow begin_forward(...), got no plan. Call begin_forward once before.")
+        causal = check_bool("causal", causal)
         caches = k_shared, v_shared, *caches_of(unique_kv_cache)
         arrays, plain = (sinks, None, None, k_scale, v_scale), PlainOptions(**options)
-        result = self._keeper.again(q, caches, (bool(causal), *plain), arrays, out, lse)
+        result = self._keeper.again(q, caches, (causal, *plain), arrays, out, lse)
         if result is not None:
             return result
         num_rows = int(self._table.qo_indptr[-1])
@@ -52,14 +54,14 @@ class _SharedPrefixWrapper:
         self._heads.check_pages("unique_kv_cache", k, self._kv_layout)
         self._dtype.check("unique_kv_cache", k)
         self._table = self._table.bound(k)
-        levels = [Level(PagedKV(k, v, self._table.table, self._kv_layout), self._table.qo_indptr, bool(causal))]
+        levels = [Level(PagedKV(k, v, self._table.table, self._kv_layout), self._table.qo_indptr, causal)]
         prefix = _prefix(k_shared, v_shared, k, v, self._kv_layout)
         if prefix is not None:
             levels.insert(0, Level(prefix, np.array([0, num_rows])))
-        shape = (0 if prefix is None else prefix.page_size, bool(causal))
+        shape = (0 if prefix is None else prefix.page_size, causal)
         result, call = perform(q, levels, plain, arrays, self._keeper.plan_of(levels, shape), out, lse)
         owners = [2, len(caches) - 1] if prefix is None else [0, 1, 2, len(caches) - 1]
-        self._keeper.remember(call, levels, caches, owners, (bool(causal), *plain))
+        self._keeper.remember(call, levels, caches, owners, (causal, *plain))
         return result
 
 

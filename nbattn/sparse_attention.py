@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from nbattn.arrays import Array, common_library
-from nbattn.contracts import check_int, check_offsets
+from nbattn.contracts import check_int
 from nbattn.errors import ContractError
 from nbattn.face_rules import (
     argument_names,
     check_cache_lengths,
     check_length_hint,
     check_ragged_query,
+    check_row_offsets,
     check_single_number,
     one_output,
 )
@@ -142,7 +143,7 @@ def qsa_sparse_attention(
     out, out_name = one_output(output, out)
     num_rows = check_ragged_query(q)
     context = check_cache_lengths("cache_lengths", cache_lengths, library)
-    offsets = check_offsets("input_row_offsets", input_row_offsets, context.size, num_rows, first=True, library=library)
+    offsets = check_row_offsets("input_row_offsets", input_row_offsets, context.size, num_rows, library)
     rows = np.diff(offsets)
     check_length_hint("max_prompt_length", max_prompt_length, rows, "rows of the longest request")
     check_length_hint("max_cache_length", max_cache_length, context, "longest of cache_lengths")

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from nbattn.arrays import CACHE_DTYPES, QUANTIZED_DTYPES, QUERY_DTYPES, dtype_from_name, dtype_name
+from nbattn.arrays import CACHE_DTYPES, QUANTIZED_DTYPES, QUERY_DTYPES, TARGETS, dtype_from_name, dtype_name
+from nbattn.contracts import check_int
 from nbattn.engine import backend
-from nbattn.errors import ContractError
+from nbattn.errors import ContractError, check_choice
 from nbattn.gather import gather_attention
 from nbattn.kv_cache import PagedKV
 from nbattn.merging import merge_state
@@ -67,9 +68,11 @@ def warmup(
     """
     q_type = _dtype("q_dtype", q_dtype, QUERY_DTYPES)
     kv_type = q_type if kv_dtype is None else _dtype("kv_dtype", kv_dtype, CACHE_DTYPES)
-    unknown = [name for name in families if name not in FAMILIES]
-    if unknown:
-        raise ContractError(f"families: must be among {', '.join(FAMILIES)}, got {unknown[0]!r}.")
+    known = isinstance(families, (tuple, list)) and all(isinstance(x, str) and x in FAMILIES for x in families)
+    if not known:
+        raise ContractError(f"families: must be among {', '.join(FAMILIES)}, got {families!r}.")
+    for name, size in (("num_qo_heads", num_qo_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+        check_int(name, size, at_least=1)
     place = _place_of(target)
     start = time.perf_counter()
     q = place(np.ones((1, num_qo_heads, head_dim), q_type))
@@ -107,10 +110,8 @@ def _keep(x: np.ndarray) -> np.ndarray:
 
 def _place_of(target: str) -> Any:
     """Return what brings a host array to the target."""
-    if target == "cpu":
+    if check_choice("target", target, TARGETS) == "cpu":
         return _keep
-    if target not in ("cuda", "gpu"):
-        raise ContractError(f'target: must be "cpu", "cuda" or "gpu", got {target!r}.')
     backend("cuda")
     cupy = import_module("nbattn.cuda_kernels.launch").cupy()
 

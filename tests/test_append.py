@@ -201,6 +201,11 @@ REFUSED = {
         ContractError,
         "positions: must be int32 (int64 and uint32 are accepted on the host), got float64.",
     ),
+    "no keys": (
+        {"append_key": None},
+        ContractError,
+        "append_key: must be a NumPy or CuPy array, got NoneType.",
+    ),
     "not an array": (
         {"append_key": [[1.0]]},
         ContractError,

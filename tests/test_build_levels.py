@@ -260,6 +260,10 @@ def test_long_chains_of_prefixes():
         ({"page_size": 0}, "page_size: must be at least 1, got 0"),
         ({"page_size": 4.0}, "page_size: must be an int, got 4.0"),
         ({"max_levels": 0}, "max_levels: must be at least 1, got 0"),
+        ({"page_size": 2**70}, "page_size: must be at most 2147483647"),
+        ({"pages_or_hashes": None}, "pages_or_hashes: must be a sequence of sequences, one per request, got None"),
+        ({"pages_or_hashes": [1, 2]}, "pages_or_hashes: must be a sequence of sequences, one per request, got [1, 2]"),
+        ({"kv_lens": [[1], [1, 2]]}, "kv_lens: must be 2 integers (one per request)"),
         ({"row_cost": -1}, "row_cost: must be at least 0, got -1"),
         ({"kv_lens": [8]}, "kv_lens: must be 2 integers (one per request), got [8]"),
         ({"kv_lens": [8.0, 8.0]}, "kv_lens: must be 2 integers"),
@@ -274,3 +278,8 @@ def test_bad_arguments(change, rule):
     with pytest.raises(nbattn.ContractError) as error:
         build_levels(**{**good, **change})
     assert str(error.value).startswith(rule)
+
+
+def test_more_levels_than_there_are_prefixes_cost_nothing():
+    arguments = [[1, 2], [1, 3]], [8, 8], [1, 1], 4
+    assert lists(build_levels(*arguments, max_levels=2**70)) == lists(build_levels(*arguments))

@@ -240,6 +240,12 @@ OUT = np.zeros((TOTAL + EXTRA, HEADS, DIM), F32)
 RULES = {
     "q rank": ({"q": OUT[0]}, "q: must be [rows, num_heads, head_dim], got shape (6, 8)."),
     "q list": ({"q": OUT.tolist()}, "q: must be a NumPy or CuPy array, got list."),
+    **{
+        f"no {name}": ({name: None}, f"{name}: must be a NumPy or CuPy array, got NoneType.")
+        for name in (
+            "q", "q_input_row_offsets", "kv_input_row_offsets", "kv_blocks", "cache_lengths", "kv_lookup_table",
+        )
+    },
     "q dtype": ({"q": OUT.astype(int)}, "q: must be one of float16, bfloat16, float32, float64, got int64."),
     "q dtype, other": ({"q": OUT.astype("f2")}, "kv_blocks: must have q's dtype float16 or one of"),
     "q heads": ({"q": OUT[:, :5]}, "q: must have a positive multiple of 2 (num_kv_heads) heads, got 5."),
@@ -300,6 +306,8 @@ RULES = {
     },
     "window type": ({"mask_str": "chunked", "local_window_size": 2.0}, "local_window_size: must be an int, got 2.0."),
     "q_start": ({"q_start": "top_left"}, 'q_start: must be "cache_length" or "bottom_right", got \'top_left\'.'),
+    "q_start array": (
+        {"q_start": np.array(["bottom_right"] * 2)}, 'q_start: must be "cache_length" or "bottom_right", got array('),
     "lse": ({"lse": np.zeros((16, 5), F32)}, "lse: must be float32 of shape [16, 6], got"),
     "lse_base": ({"lse_base": "two"}, 'lse_base: must be "2" or "e", got \'two\'.'),
 }  # fmt: skip

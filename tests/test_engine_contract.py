@@ -164,6 +164,9 @@ COMMON_RULES = [
     ("lse base", {"lse_base": "10"}, 'lse_base: must be "2" or "e", got \'10\''),
     ("lse base number", {"lse_base": 2}, 'lse_base: must be "2" or "e", got 2'),
     ("target", {"target": "tpu"}, 'target: must be "cpu", "cuda" or "gpu", got \'tpu\''),
+    ("target array", {"target": np.array(["cpu", "gpu"])}, 'target: must be "cpu", "cuda" or "gpu", got array'),
+    ("lse base array", {"lse_base": np.array(["2", "e"])}, 'lse_base: must be "2" or "e", got array'),
+    ("scale of no float", {"sm_scale": 10**400}, "sm_scale: must be at most .* in size, got 10000"),
 ]
 
 PAGED_RULES = [
@@ -241,7 +244,13 @@ def named(rules):
     return pytest.mark.parametrize(("changes", "message"), [r[1:] for r in rules], ids=[r[0] for r in rules])
 
 
-@named([*QUERY_RULES, *COMMON_RULES, *PAGED_RULES])
+CAUSAL_RULES = [
+    ("causal array", {"causal": np.array([True, False])}, "causal: must be a bool, got array"),
+    ("causal None", {"causal": None}, "causal: must be a bool, got None"),
+]
+
+
+@named([*QUERY_RULES, *COMMON_RULES, *PAGED_RULES, *CAUSAL_RULES])
 def test_paged_attention_refuses(changes, message):
     refuse(nbattn.paged_attention, paged(**changes), ContractError, message)
 
@@ -262,6 +271,11 @@ def test_what_the_refused_calls_are_made_from_works():
     base_works(nbattn.cascade_attention, cascading())
     for lists in (np.int64, np.uint32):
         base_works(nbattn.paged_attention, paged(qo_indptr=ints(0, 3, 5, dtype=lists)))
+
+
+def test_plan_refuses_an_array_as_causal():
+    with pytest.raises(ContractError, match=r"^causal: must be a bool, got array"):
+        nbattn.plan(cache(), ints(0, 3, 5), num_qo_heads=HEADS, causal=np.array([True, False]))
 
 
 @pytest.mark.parametrize("target", ["cuda", "gpu"])
@@ -299,6 +313,11 @@ SECOND_RULES = [
     ),
     ("offsets end", Level(cache(), ints(0, 2, 9)), r"levels\[1\]\.qo_indptr\[-1\]: must be at most 5"),
     ("no level", cache(), r"levels\[1\]: must be a Level, got PagedKV"),
+    (
+        "causal",
+        Level(cache(), ints(0, 3, 5), causal=np.array([True, False])),
+        r"levels\[1\]\.causal: must be a bool, got array",
+    ),
     ("no cache", Level(zeros(1)), "kv: must be a PagedKV, got ndarray"),
 ]
 
@@ -326,7 +345,7 @@ def test_a_mask_must_reach_over_all_levels():
 
 
 @pytest.mark.parametrize("name", ["theta", "scale"])
-@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "1"])
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "1", 10**400])
 def test_rope_refuses(name, value):
     with pytest.raises(
         ContractError, match=rf"^rope\.{name}: must be a positive finite number, got {re.escape(repr(value))}"

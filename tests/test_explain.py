@@ -61,6 +61,12 @@ def test_a_request_out_of_range_is_refused(request_):
         example().explain(request_)
 
 
+@pytest.mark.parametrize("request_", ["1", 1.0, np.array([1, 2])])
+def test_a_request_that_is_no_integer_is_refused(request_):
+    with pytest.raises(ContractError, match=r"^request: must be an integer or a one-element"):
+        example().explain(request_)
+
+
 TABLES = {
     "csr": {"kv_indptr": np.array([0, 2]), "kv_indices": np.array([5, 1]), "kv_last_page_len": np.array([1])},
     "block table": {"block_table": np.array([[5, 1]]), "kv_lens": np.array([5])},

@@ -183,6 +183,10 @@ def test_no_sequences():
 Q, K, V, _ = problem(lengths=np.full(3, SLOTS, np.int32))
 RULES = {
     "query a list": (dict(query=Q.tolist()), ContractError, "query: must be a NumPy or CuPy array, got list."),
+    "no query": (dict(query=None), ContractError, "query: must be a NumPy or CuPy array, got NoneType."),
+    "no keys": (dict(key_cache=None), ContractError, "key_cache: must be a NumPy or CuPy array, got NoneType."),
+    "no values": (dict(value_cache=None), ContractError, "value_cache: must be a NumPy or CuPy array, got NoneType."),
+    "no lengths": (dict(lengths=None), ContractError, "lengths: must be a NumPy or CuPy array, got NoneType."),
     "keys a list": (dict(key_cache=K.tolist()), ContractError, "key_cache: must be a NumPy or CuPy array"),
     "values a list": (dict(value_cache=V.tolist()), ContractError, "value_cache: must be a NumPy or CuPy array"),
     "lengths a list": (dict(lengths=[1, 2, 3]), ContractError, "lengths: must be a NumPy or CuPy array"),

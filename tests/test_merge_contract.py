@@ -31,6 +31,8 @@ def states(count=2, form="merge_state", dtype=np.float32, s_dtype=np.float32):
 
 
 STATE_RULES = [
+    ("v None", 0, None, r"{v}: must be a NumPy or CuPy array, got NoneType"),
+    ("s None", 1, None, r"{s}: must be a NumPy or CuPy array, got NoneType"),
     ("v list", 0, [0.0], r"{v}: must be a NumPy or CuPy array, got list"),
     ("v axes", 0, zeros(3, 8), r"{v}: must have \d dimensions, got shape \(3, 8\)"),
     ("v dtype", 0, "int32", r"{v}: must be one of float16, bfloat16, float32, float64, got int32"),
@@ -78,6 +80,7 @@ MERGE_RULES = [
     ),
     ("base", "merge_state", {"lse_base": "10"}, 'lse_base: must be "2" or "e", got \'10\''),
     ("base of states", "merge_states", {"lse_base": None}, 'lse_base: must be "2" or "e", got None'),
+    ("base array", "merge_state", {"lse_base": np.array(["2", "e"])}, 'lse_base: must be "2" or "e", got array'),
     ("other shape", "merge_state_in_place", {"v_other": zeros(3, 2, 4)}, "v_other: must be like v, float32"),
     ("other s", "merge_state_in_place", {"s_other": zeros(3, 2, dtype=np.float64)}, "s_other: must be like s, float32"),
     (

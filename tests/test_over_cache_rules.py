@@ -36,6 +36,10 @@ def call(paged=False, **changes):
 RULES = {
     "q rank": ({"q": np.zeros(3, F32)}, "q: must be [rows, num_heads, dim] or folded"),
     "q a list": ({"q": [[1.0]]}, "q: must be a NumPy or CuPy array, got list."),
+    **{
+        f"no {name}": ({name: None}, f"{name}: must be a NumPy or CuPy array, got NoneType.")
+        for name in ("q", "cache_key", "cache_value", "kvcache_start", "cu_seqlens_q", "cu_seqlens_k")
+    },
     "q dtype": ({"q": np.zeros((16, 4, 8), int)}, "q: must be one of float16, bfloat16, float32, float64, got int64."),
     "q head size": ({"q": np.zeros((16, 4, 9), F32)}, "q: must have the keys' head size 8, got 9."),
     "q heads": ({"q": np.zeros((16, 3, 8), F32)}, "q: must have a positive multiple of 2 (kv_num_heads) heads"),
@@ -110,6 +114,8 @@ RULES = {
         {"rotary_mode": "half"}, "rotary_mode: must come with rope_cos and rope_sin, got none."),
     "rotary_mode": (
         ROPE | {"rotary_mode": "neox"}, 'rotary_mode: must be "half", "interleaved" or None, got \'neox\'.'),
+    "rotary_mode array": (
+        ROPE | {"rotary_mode": np.array(["half", "half"])}, 'rotary_mode: must be "half", "interleaved" or None, got'),
     "gain without eps": (NORM | {"qk_norm_eps": None}, "q_norm_gain: must come with qk_norm_eps, got None."),
     "gain without planes": (
         NORM | {"rope_cos": None, "rope_sin": None}, "q_norm_gain: must come with rope_cos and rope_sin, got none."),

@@ -164,6 +164,12 @@ def packed_struct():
 
 BROKEN_ARRAYS = {
     "layout name": (lambda: from_page_table(layout="nhd"), 'kv_layout: must be "NHD" or "HND", got \'nhd\'.'),
+    "layout list": (lambda: from_page_table(layout=["NHD"]), 'kv_layout: must be "NHD" or "HND", got [\'NHD\'].'),
+    "no array": (lambda: from_block_table(v=None), "v_cache: must be a NumPy or CuPy array, got NoneType."),
+    "a pair of nothing": (
+        lambda: from_page_table(cache=(None, None)),
+        "paged_kv_cache[0]: must be a NumPy or CuPy array, got NoneType.",
+    ),
     "not an array": (
         lambda: from_page_table(cache=(K, [1])),
         "paged_kv_cache[1]: must be a NumPy or CuPy array, got list.",
@@ -245,6 +251,11 @@ BROKEN_ARRAYS = {
         "page_stride: the last of 7 pages must end inside the memory of the base of kv_blocks, 2016 elements from its"
         " start, got 289, which ends at 2022.",
     ),
+    "page_stride of no int64": (
+        lambda: from_blocks(stride=2**70),
+        "page_stride: the last of 7 pages must end inside the memory of the base of kv_blocks, 2016 elements from its"
+        f" start, got {2**70}, which ends at {6 * 2**70 + 288}.",
+    ),
     "ids dtype": (
         lambda: from_page_table(indices=INDICES.astype(np.int16)),
         "kv_indices: must be int32 (int64 and uint32 are accepted on the host), got int16.",
@@ -288,6 +299,10 @@ def test_page_stride_may_use_all_memory_of_the_base():
     later = memory[1 : 1 + PAGES * packed].reshape(BLOCKS.shape)  # the same pages, one element later
     with pytest.raises(ContractError, match="page_stride: the last of 7 pages must end inside"):
         from_blocks(blocks=later, stride=packed + 1)
+
+
+def test_the_page_stride_of_one_page_is_not_used():
+    assert np.array_equal(from_blocks(blocks=BLOCKS[:1], table=TABLE * 0, stride=2**70).k, from_blocks().k[:1])
 
 
 BROKEN_PAGES = {

@@ -139,6 +139,7 @@ def read_only():
 
 REFUSALS = [
     ({"causal": False}, "causal: must be the plan's"),
+    ({"causal": np.array([True, False])}, "causal: must be a bool, got array"),
     ({"window_left": 3}, "window_left: must be the plan's"),
     ({"chunk_size": 3}, "chunk_size: must be the plan's"),
     ({"split_size": 3}, "split_size: must be the plan's 4, got 3"),

@@ -33,6 +33,12 @@ def call(**changes):
 RULES = {
     "q rank": ({"q": OUT[0]}, "q: must be [rows, num_heads, head_dim], got shape (6, 8)."),
     "q list": ({"q": OUT.tolist()}, "q: must be a NumPy or CuPy array, got list."),
+    **{
+        f"no {name}": ({name: None}, f"{name}: must be a NumPy or CuPy array, got NoneType.")
+        for name in (
+            "q", "kv_blocks", "input_row_offsets", "cache_lengths", "kv_lookup_table", "token_indices", "counts",
+        )
+    },
     "q dtype": ({"q": OUT.astype(int)}, "q: must be one of float16, bfloat16, float32, float64, got int64."),
     "cache dtype": ({"q": OUT.astype("f2")}, "kv_blocks: must have q's dtype float16 or one of"),
     "q heads": ({"q": OUT[:, :5]}, "q: must have a positive multiple of 2 (num_kv_heads) heads, got 5."),
@@ -52,6 +58,7 @@ RULES = {
         {"page_stride": 384.0}, "page_stride: must be an integer or a one-element integer array, got 384.0."),
     "page_stride beyond": (
         {"page_stride": 385}, "page_stride: the last of 14 pages must end inside the memory of the base"),
+    "page_stride of no int64": ({"page_stride": 2**70}, "page_stride: the last of 14 pages must end inside the memory"),
     "cache_lengths": ({"cache_lengths": np.array([0, 0, -1, 0])}, "cache_lengths[2]: must not be negative, got -1."),
     "cache_lengths dtype": ({"cache_lengths": np.zeros(4)}, "cache_lengths: must be int32"),
     "table rank": ({"kv_lookup_table": np.zeros(4, int)}, "kv_lookup_table: must have 2 dimensions, got shape (4,)."),

@@ -25,6 +25,9 @@ def test_kernels_of_a_dtype_are_there_afterwards():
         ({"q_dtype": "int8"}, "q_dtype: must be one of"),
         ({"kv_dtype": "int16"}, "kv_dtype: must be one of"),
         ({"families": ("prefill",)}, "families: must be among"),
+        ({"families": None}, "families: must be among"),
+        ({"families": (["merge_state"],)}, "families: must be among"),
+        ({"head_dim": 64.0}, r"head_dim: must be an int, got 64\.0"),
         ({"target": "tpu"}, 'target: must be "cpu", "cuda" or "gpu"'),
     ],
 )

@@ -158,5 +158,7 @@ def test_bad_prefix_plans_and_caches():
         decode.forward(q[:2], k, v, cache)
     with pytest.raises(nbattn.ContractError, match=r"^unique_kv_cache: must have pages of \[4, 2, 16\]"):
         prefill.forward(q, k, v, cache[:, :, :2])
+    with pytest.raises(nbattn.ContractError, match=r"^causal: must be a bool, got array"):
+        prefill.forward(q, k, v, cache, np.array([True, False]))
     with pytest.raises(nbattn.PageTableError, match=r"^paged_kv_indices\[\d\]: must be below 1 "):
         prefill.forward(q, k, v, cache[:1])
