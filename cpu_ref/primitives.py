@@ -1,4 +1,4 @@
-"""The CPU versions of the shared primitives `exp2`, `tanh` and `idiv`, and the float constants behind them."""
+"""The CPU versions of the shared primitives `exp2`, `tanh`, `shift` and `idiv`, and the float constants behind them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numba.extending import overload, register_jitable
 
 from nbattn.cpu_ref.number_formats import bits_to_float, round_even
 from nbattn.indexing import idiv
-from nbattn.scoring import LN2, exp2, tanh
+from nbattn.scoring import LN2, LOWEST, LOWEST_DOUBLE, exp2, shift, tanh
 
 
 def _exp2_coefficients(degree: int) -> list[float]:
@@ -87,6 +87,12 @@ def _tanh(x):
     if x == types.float32:
         return lambda x: _tanh_float32(x)
     return lambda x: math.tanh(x)
+
+
+@overload(shift, target="cpu", jit_options=_OPTIONS)
+def _shift(m):
+    lowest = LOWEST if m == types.float32 else LOWEST_DOUBLE
+    return lambda m: max(m, lowest)
 
 
 @overload(idiv, target="cpu", jit_options=_OPTIONS)

@@ -15,7 +15,7 @@ from nbattn.cpu_ref.lanes import TO_L2, Lanes, lane_count
 from nbattn.cpu_ref.number_formats import DOUBLE, I64, itemsize
 from nbattn.cpu_ref.row_copies import narrow
 from nbattn.cpu_ref.tiles import LINE_BYTES
-from nbattn.scoring import LOWEST
+from nbattn.scoring import LOWEST_DOUBLE
 
 STATES_PER_SUM = 16  # equal weights round alike, so one long float32 sum would drift by half an ulp a state
 VECTORS_AT_ONCE = lane_count("float32") // 4  # of a row; each has two sums, which stay in registers
@@ -47,7 +47,7 @@ def weigh_states(typingctx, kind, s, s_stride, n, heads, weights, weight_stride,
 
         with lanes.loop(0, heads, lanes.count) as (head, _):
             column, weight_column = lanes.add(s, lanes.mul(head, 8)), lanes.add(weights, lanes.mul(head, lanes.bytes))
-            highest, sums = lanes.variable(splat(float(LOWEST))), lanes.variable(splat(0.0))
+            highest, sums = lanes.variable(splat(LOWEST_DOUBLE)), lanes.variable(splat(0.0))
             with lanes.loop(0, n, 1) as (x, _):
                 here = lanes.load_as(wide, lanes.add(column, lanes.mul(s_stride, x)), 8)
                 builder.store(lanes.larger(here, lanes.read(highest)), highest)

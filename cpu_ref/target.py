@@ -308,7 +308,10 @@ def _per_kv_head(scale: Any, num_kv_heads: int, dim: int, number: np.dtype) -> n
 
 
 def _log2_units(values: Any, number: np.dtype) -> np.ndarray:
-    return _nothing(number)[0] if values is None else (values.astype(np.float64) * LOG2E).astype(number)
+    if values is None:
+        return _nothing(number)[0]
+    with np.errstate(over="ignore"):  # sinks far below zero become -inf, which is none
+        return (values.astype(np.float64) * LOG2E).astype(number)
 
 
 def _rules(problem: Problem, plan: Plan) -> tuple[Rules, bool]:

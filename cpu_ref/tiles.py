@@ -19,7 +19,7 @@ from nbattn.cpu_ref.cpu import REGISTER_BYTES
 from nbattn.cpu_ref.lanes import AHEAD, TO_L1, Lanes, lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import I64, itemsize
 from nbattn.cpu_ref.scratch import LINE_BYTES
-from nbattn.scoring import LOWEST
+from nbattn.scoring import LOWEST, LOWEST_DOUBLE
 
 FOLD_KEYS = 512  # after which running sums are folded into totals: equal weights round alike, sums would drift
 KEYS = 16  # keys of a block: 64 of them overflow L2 together with the prefetched next block
@@ -283,6 +283,7 @@ def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
     def codegen(context, builder, sig, args):
         _, s, s_stride, n, rows, m, d_sum, alpha = args
         lanes = Lanes(builder, kind.tag)
+        lowest = LOWEST_DOUBLE if kind.tag == "float64" else float(LOWEST)
         with lanes.loop(0, rows, lanes.count) as (row, _):
             place = lanes.mul(row, lanes.bytes)
             column = lanes.add(s, place)
@@ -302,7 +303,7 @@ def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
             largest = lanes.read(found[0])
             for maximum in found[1:]:
                 largest = lanes.larger(lanes.read(maximum), largest)
-            subtract = lanes.larger(largest, lanes.splat(float(LOWEST)))
+            subtract = lanes.larger(largest, lanes.splat(lowest))
             factor = lanes.exp2(builder.fsub(old, subtract))
             total = lanes.variable(lanes.splat(0.0))
             with lanes.loop(0, n, 1) as (j, _):

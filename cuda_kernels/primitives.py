@@ -42,6 +42,11 @@ def _tanh(x):
     return tanh
 
 
+@overload(scoring.shift, target="cuda")
+def _shift(m):
+    return (lambda m: max(m, scoring.LOWEST)) if _only_floats(m) else None
+
+
 @overload(indexing.idiv, target="cuda")
 def _idiv(a, b):
     if isinstance(a, types.Integer) and isinstance(b, types.Integer):

@@ -35,6 +35,8 @@ OUT_DTYPES = ("float16", "bfloat16", "float32")
 LSE_BASES = ("2", "e")
 MOST_POSITION = 2**30  # kernels add lengths to positions in int32
 LARGEST_NUMBER = 2.0**127 / LOG2E  # in units of log2 it is still a float32
+LARGEST_DOUBLE = 2.0**1023 / LOG2E
+SMALLEST_CAP = 2.0**-126 / LOG2E  # in units of log2 it is still a normal float32
 
 
 def check_query(q: Array, kv: PagedKV) -> str:
@@ -176,22 +178,37 @@ def check_sm_scale(sm_scale: Any, head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if sm_scale is None else check_number("sm_scale", sm_scale)
 
 
-def check_heads_vector(name: str, x: Array | None, num_heads: int, library: str) -> Array | None:
-    """Check a float vector with one entry per query head."""
+def check_heads_vector(name: str, x: Array | None, q: Array, library: str, *, only_above: bool = False) -> Array | None:
+    """Check a float vector with one entry per query head; `only_above` lets what is far below zero pass."""
     if x is None:
         return None
     require_array(name, x)
     if library_of(x) != library:
         raise ContractError(f"{name}: must live where q does ({library}), got {library_of(x)}.")
-    if x.shape != (num_heads,):
-        raise ContractError(f"{name}: must be [{num_heads}] (num_qo_heads), got shape {x.shape}.")
+    if x.shape != (q.shape[1],):
+        raise ContractError(f"{name}: must be [{q.shape[1]}] (num_qo_heads), got shape {x.shape}.")
     if dtype_name(x) not in QUERY_DTYPES:
         raise ContractError(f"{name}: must be a float dtype, got {dtype_name(x)}.")
+    _check_sizes(name, x, dtype_name(q), only_above)
     return x
 
 
-def check_scale(name: str, scale: Any, num_kv_heads: int, dim: int, library: str) -> Any:
+def _check_sizes(name: str, x: Array, query_dtype: str, only_above: bool = False) -> None:
+    """Refuse numbers that would be infinite in the arithmetic of a query dtype; those on a device are not looked at."""
+    if library_of(x) != "numpy":
+        return
+    largest = LARGEST_DOUBLE if accumulator_dtype(query_dtype) == np.float64 else LARGEST_NUMBER
+    values = x.astype(np.float64)
+    far = np.argwhere((values if only_above else np.abs(values)) > largest)
+    if len(far):
+        i = tuple(far[0].tolist())
+        rule = f"must be at most {largest:.4g}" + ("" if only_above else " in size")
+        raise ContractError(f"{name}[{', '.join(map(str, i))}]: {rule}, got {values[i]}.")
+
+
+def check_scale(name: str, scale: Any, kv: PagedKV, dim: int, library: str) -> Any:
     """Check a cache scale: None, a number, or an array that broadcasts to [num_kv_heads, dim]."""
+    num_kv_heads = kv.num_kv_heads
     if scale is None or isinstance(scale, numbers.Real):
         return None if scale is None else check_number(name, scale)
     require_array(name, scale)
@@ -199,6 +216,7 @@ def check_scale(name: str, scale: Any, num_kv_heads: int, dim: int, library: str
         raise ContractError(f"{name}: must live where q does ({library}), got {library_of(scale)}.")
     if dtype_name(scale) not in QUERY_DTYPES:
         raise ContractError(f"{name}: must be a float dtype, got {dtype_name(scale)}.")
+    _check_sizes(name, scale, kv.kv_dtype)
     if scale.size == 1:
         return scale.reshape(1, 1)
     try:
@@ -312,14 +330,17 @@ def check_results(
 
 def check_soft_cap(cap: Any) -> float:
     """Return the soft cap, 0 for none."""
-    return 0.0 if cap is None else check_number("logits_soft_cap", cap, positive=True)
+    number = 0.0 if cap is None else check_number("logits_soft_cap", cap, positive=True)
+    if 0 < number < SMALLEST_CAP:
+        raise ContractError(f"logits_soft_cap: must be 0 or at least {SMALLEST_CAP:.4g}, got {cap!r}.")
+    return number
 
 
 def check_cache_scale(name: str, scale: Any, kv: PagedKV, dim: int, library: str) -> Any:
     """Check a cache's scale; an int8 cache cannot be read without."""
     if scale is None and kv.kv_dtype == "int8":
         raise ContractError(f"{name}: must be given for an int8 cache, got None.")
-    return check_scale(name, scale, kv.num_kv_heads, dim, library)
+    return check_scale(name, scale, kv, dim, library)
 
 
 def check_selection(name: str, x: Array, lead: tuple[int, ...], ndim: int, library: str) -> Array:

@@ -79,7 +79,7 @@ def gather_attention(
     results = contracts.check_results(q, kv.head_dim_vo, out, lse, out_dtype, return_lse, lse_base)
     options = Options(
         sm_scale=contracts.check_sm_scale(sm_scale, kv.head_dim_qk),
-        sinks=contracts.check_heads_vector("sinks", sinks, q.shape[1], library),
+        sinks=contracts.check_heads_vector("sinks", sinks, q, library, only_above=True),
         k_scale=contracts.check_cache_scale("k_scale", k_scale, kv, kv.head_dim_qk, library),
         v_scale=contracts.check_cache_scale("v_scale", v_scale, kv, kv.head_dim_vo, library),
         output_gate=contracts.check_gate(output_gate, results[0].shape, library),

@@ -2,7 +2,7 @@
 
 Scores live in log2 units: the softmax scale, the soft cap, ALiBi slopes and sinks arrive multiplied by log2(e), so that
 the exponential is `exp2` and an lse is base 2. Every function is scalar and branch-free and keeps the precision of its
-arguments. `exp2` and `tanh` are the primitives: each target overloads them.
+arguments. `exp2`, `tanh` and `shift` are the primitives: each target overloads them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numba.extending import register_jitable
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
-LOWEST = np.float32(-3.4e38)
+LOWEST, LOWEST_DOUBLE = np.finfo(np.float32).min, float(np.finfo(np.float64).min)
 
 
 def exp2(x):
@@ -45,13 +45,12 @@ def rotate_pair(x, y, cos, sin):
     return x * cos - y * sin, x * sin + y * cos
 
 
-@register_jitable
 def shift(m):
-    """Return the maximum to subtract from scores: `m`, or a huge negative number while no key has been kept.
+    """Return the maximum to subtract from scores: `m`, or the lowest number while no key has been kept.
 
-    ``-inf - shift(-inf)`` is -inf, never NaN; no score is ever compared with the number.
+    ``-inf - shift(-inf)`` is -inf, never NaN; no finite score is below the number.
     """
-    return max(m, LOWEST)
+    return max(m, LOWEST if isinstance(m, np.float32) else LOWEST_DOUBLE)
 
 
 @register_jitable

@@ -100,6 +100,15 @@ def test_m7_logits_far_below_zero_are_ordinary(path, logit):
         assert_close(out, np.full((1, 1, 3), 1 / 3), budget=8 * 2.0**-24 * (1 - logit))
 
 
+@every_path
+def test_m7_float64_logits_may_lie_below_all_float32(path):
+    request = tuple(x.astype(np.float64) for x in tokens([1.0] * 3))
+    out, lse = path(Handmade([request], query(1).astype(np.float64) * -8e100))
+    assert out.sum() == pytest.approx(1, abs=1e-12)
+    assert (out > 0.2).all()
+    assert lse.item() == pytest.approx(-1e100 * LOG2E, rel=1e-12)
+
+
 @range_paths
 def test_m8_the_cap_applies_to_scaled_logits(path):
     out, _ = path(Handmade([tokens([1.0, 0.0])], query(32), options={"logits_soft_cap": 1.0}))

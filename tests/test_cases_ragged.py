@@ -138,9 +138,11 @@ def test_r7_a_very_low_lse_beats_none():
         v, s = merges(*states)
         assert (v == 7).all()
         assert (s == -60_000).all()
-    v, s = merges(state(1, -1e30), state(3, -1e30))
-    assert (v == 2).all()
-    assert s.item() == pytest.approx(-1e30)
+    for lowest, number in ((-1e30, np.float32), (-3.4028e38, np.float32), (-1e300, np.float64)):
+        low = np.array([[number(lowest)]])
+        v, s = merges(*((state(v, 0)[0].astype(number), low) for v in (1, 3)))
+        assert (v == 2).all()
+        assert s.item() == pytest.approx(lowest)
 
 
 def test_r8_a_plan_with_room_to_spare():

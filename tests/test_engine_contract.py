@@ -111,6 +111,14 @@ COMMON_RULES = [
     ("sinks length", {"sinks": zeros(3)}, r"sinks: must be \[4\] \(num_qo_heads\), got shape \(3,\)"),
     ("sinks axes", {"sinks": zeros(1, 4)}, r"sinks: must be \[4\] \(num_qo_heads\), got shape \(1, 4\)"),
     ("sinks dtype", {"sinks": ints(0, 0, 0, 0)}, "sinks: must be a float dtype, got int32"),
+    ("sinks size", {"sinks": np.array([0, 0, 3e38, 0])}, r"sinks\[2\]: must be at most 1\.179e\+38, got 3e\+38"),
+    ("sinks inf", {"sinks": np.array([0, 0, 0, np.inf], BF16)}, r"sinks\[3\]: must be at most 1\.179e\+38, got inf"),
+    (
+        "k_scale size",
+        {"k_scale": np.full((2, 1), -1e300)},
+        r"k_scale\[0, 0\]: must be at most .* in size, got -1e\+300",
+    ),
+    ("v_scale size", {"v_scale": np.array([1e39])}, r"v_scale\[0\]: must be at most 1\.179e\+38 in size, got 1e\+39"),
     ("k_scale text", {"k_scale": "1"}, "k_scale: must be a NumPy or CuPy array, got str"),
     ("k_scale inf", {"k_scale": float("inf")}, "k_scale: must be a finite number, got inf"),
     ("k_scale dtype", {"k_scale": ints(1)}, "k_scale: must be a float dtype, got int32"),
@@ -175,6 +183,12 @@ PAGED_RULES = [
     ("chunk zero", {"chunk_size": 0}, "chunk_size: must be at least 1, got 0"),
     ("chunk float", {"chunk_size": 4.0}, r"chunk_size: must be an int, got 4\.0"),
     ("cap negative", {"logits_soft_cap": -1.0}, r"logits_soft_cap: must not be negative, got -1\.0"),
+    ("cap of no float32", {"logits_soft_cap": 1e-40}, r"logits_soft_cap: must be 0 or at least 8\.148e-39, got 1e-40"),
+    (
+        "slopes size",
+        {"alibi_slopes": np.array([0, -1e39, 0, 0])},
+        r"alibi_slopes\[1\]: must be at most 1\.179e\+38 in size, got -1e\+39",
+    ),
     ("cap inf", {"logits_soft_cap": float("inf")}, "logits_soft_cap: must be a finite number, got inf"),
     ("mask type", {"attn_mask": [True]}, "attn_mask: must be a NumPy or CuPy array, got list"),
     ("mask dtype", {"attn_mask": ints(1)}, r"attn_mask: must be bool \(True = keep\) or a float dtype, got int32"),
@@ -271,6 +285,22 @@ def test_what_the_refused_calls_are_made_from_works():
     base_works(nbattn.cascade_attention, cascading())
     for lists in (np.int64, np.uint32):
         base_works(nbattn.paged_attention, paged(qo_indptr=ints(0, 3, 5, dtype=lists)))
+
+
+def test_sinks_far_below_zero_are_none_and_float64_has_its_own_range():
+    low = np.array([-np.inf, np.finfo(np.float64).min, np.finfo(np.float32).min, -1e39])
+    np.testing.assert_array_equal(nbattn.paged_attention(**paged(sinks=low))[0], nbattn.paged_attention(**paged())[0])
+    wide = {"kv": cache(dtype=np.float64), "q": zeros(ROWS, HEADS, DIM, dtype=np.float64), "out": None, "lse": None}
+    _, lse = nbattn.paged_attention(**paged(**wide, sinks=np.full(HEADS, 1e300), lse_base="e"))
+    np.testing.assert_allclose(lse, 1e300)
+    refuse(nbattn.paged_attention, paged(**wide, sinks=np.full(HEADS, 1.7e308)), ContractError, r"sinks\[0\]: must be")
+
+
+def test_the_smallest_soft_cap_is_a_cap():
+    q, kv = np.ones((ROWS, HEADS, DIM), np.float32), cache()
+    kv.k[:] = 1
+    capped = nbattn.paged_attention(**paged(q=q, kv=kv, logits_soft_cap=8.2e-39))[1]
+    np.testing.assert_array_equal(capped, nbattn.paged_attention(**paged(q=q, kv=kv, sm_scale=0))[1])
 
 
 def test_plan_refuses_an_array_as_causal():

@@ -115,8 +115,8 @@ def slots(problem: Handmade) -> Pair:
     rows = np.random.default_rng(3).permutation(len(problem.requests) + 2)[: len(problem.requests)]
     caches = []
     for part in (0, 1):
-        shape = problem.requests[0][part].shape[1:]
-        cache = np.full((len(rows) + 2, int(problem.kv_lens.max()) + 2, *shape), np.nan, np.float32)
+        shape, number = problem.requests[0][part].shape[1:], problem.requests[0][part].dtype
+        cache = np.full((len(rows) + 2, int(problem.kv_lens.max()) + 2, *shape), np.nan, number)
         for row, request in zip(rows, problem.requests, strict=True):
             cache[row, : len(request[part])] = request[part]
         caches.append(cache)
