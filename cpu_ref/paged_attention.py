@@ -20,6 +20,7 @@ from nbattn.cpu_ref.problem import (
     K_HEAD,
     K_PAGE,
     K_SLOT,
+    NUM_PAGES,
     PAGE_IDS,
     PAGE_SIZE,
     V_ADDRESS,
@@ -166,6 +167,8 @@ def paged_worker(
             if end[packed] < first_end:
                 first_end = end[packed]
         key, key_end = np.int64(item[KEY_BEGIN]), np.int64(item[KEY_END])
+        if level[NUM_PAGES] == 0:  # an unmapped page stands for page 0, which is not there
+            key_end = key
         n = min(keys, key_end - key)
         # in the loop over blocks addresses only: arrays are counted, atomically, with every slice and tuple of them
         here, coming = address_of(lists), address_of(lists) + list_bytes

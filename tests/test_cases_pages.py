@@ -2,7 +2,9 @@
 
 import math
 import mmap
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from nbattn import oracle
 from nbattn.testing import PATHS, RANGE_PATHS, Handmade, assert_close, expect, scatter, zero_logit_tokens
 from nbattn.testing.paths import NEVER_READ, flat, paged_kv
 
+CHECKOUT = Path(__file__).resolve().parent.parent
 every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 
 
@@ -144,6 +147,30 @@ def test_p6_unmapped_pages_drop_their_keys(split_size, rows):
     assert_close(lse, np.full((rows, 1), math.log2(6)), budget=1e-6)
     out, lse = gather(kv, [[0, 7, 13, 8]], [4], split_size=split_size)
     assert_close((out, lse), (np.full((1, 1, 64), 10.5), np.ones((1, 1))), budget=1e-6)
+
+
+NO_PAGES = """
+import ctypes, mmap
+import numpy as np
+import nbattn
+memory = mmap.mmap(-1, 1 << 22)
+block = np.frombuffer(memory, np.float32)
+assert ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(block.ctypes.data), len(memory), 0) == 0
+cache = block[:1 << 18].reshape(1, 1 << 11, 2, 64)[:0]  # no page, at memory that nobody may read
+table = np.full((3, 1), -1, np.int32)
+kv = nbattn.PagedKV.from_block_table(cache, cache, table, np.array([1500, 0, 40]))
+rows = np.array([0, 1, 2, 90])
+out, lse = nbattn.paged_attention(np.ones((90, 4, 64), np.float32), kv, rows, return_lse=True)
+lists = np.zeros((90, 3), np.int32)
+gathered = nbattn.gather_attention(np.ones((90, 4, 64), np.float32), kv, lists, lists[:, 0] + 3, rows)
+print((out == 0).all(), (lse == -np.inf).all(), (gathered == 0).all())
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="mprotect")
+def test_p6_a_cache_without_pages_is_not_read():
+    done = subprocess.run([sys.executable, "-c", NO_PAGES], capture_output=True, text=True, cwd=CHECKOUT)
+    assert (done.returncode, done.stdout) == (0, "True True True\n"), done.stderr
 
 
 @splits
