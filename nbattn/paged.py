@@ -58,7 +58,8 @@ def paged_attention(
     qo_indptr : int array, shape [batch + 1], optional
         Request b owns rows ``qo_indptr[b]`` to ``qo_indptr[b + 1]``. None: one row per request (decode).
     causal : bool
-        Keep keys at positions up to the row's own. Row i of n stands at ``kv_start + kv_len - n + i``.
+        Keep keys at positions up to the row's own. Row i of n stands at ``kv_start + kv_len - n + i``. True by default
+        here; False by default of a `Level`.
     sm_scale : float, optional
         Softmax scale, ``1 / sqrt(head_dim_qk)`` by default. 0 is honoured.
     window_left : int

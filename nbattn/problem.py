@@ -57,7 +57,8 @@ class Level:
         Request b owns rows ``qo_indptr[b]`` to ``qo_indptr[b + 1]``; None is one row per request. It may start
         above 0: rows outside get nothing from this level.
     causal : bool
-        Keep only keys up to the row's own position.
+        Keep only keys up to the row's own position. False by default here, since rows see all keys of a shared level;
+        True by default of `paged_attention`.
 
     Examples
     --------
