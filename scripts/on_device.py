@@ -25,7 +25,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import pytest
+from extra_packages import needed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -38,6 +38,7 @@ from nbattn.paged import attend
 from nbattn.planning import Plan
 from nbattn.testing.memory import byte_offset, owner_of
 
+pytest = needed("pytest", "'.[test]'")
 ROOT = Path(__file__).resolve().parent.parent
 approx = pytest.approx
 FUNCTIONS = [
@@ -64,9 +65,7 @@ class Gpu:
     """Memory on the GPU, as `Transfer` uses it."""
 
     def __init__(self) -> None:
-        import cupy
-
-        self.cupy = cupy
+        self.cupy = needed("cupy", "'.[cuda13]'")
 
     def holds(self, x: Any) -> bool:
         """Return whether `x` is an array there."""

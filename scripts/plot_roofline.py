@@ -15,6 +15,7 @@ from typing import Any
 
 import bench_report
 import numpy as np
+from extra_packages import needed
 
 MARKERS = {"decode": "o", "gather": "s", "prefill": "^", "cascade": "D", "merge": "v"}
 COLOURS = {"decode": "#0072b2", "gather": "#009e73", "prefill": "#d55e00", "cascade": "#cc79a7", "merge": "#56b4e9"}
@@ -67,9 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("json", help="what bench.py --json wrote")
     parser.add_argument("picture", help="file to write; its ending says the format")
     options = parser.parse_args(arguments)
-    import matplotlib
-
-    matplotlib.use("Agg")
+    needed("matplotlib", "'.[plot]'").use("Agg")
     from matplotlib import pyplot
 
     records = bench_report.read(options.json)

