@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nbattn.cache import cache_directory, fingerprint, write_whole
+from nbattn.cache import cache_directory, fingerprint, versions_of, write_whole
 from nbattn.cuda_kernels.parameters import PARAMETERS
 from nbattn.errors import TargetError
 
@@ -155,6 +155,15 @@ def _write(path: Path, cubin: Cubin) -> None:
 
 def load_kernel(family: str, constants: dict[str, Any]) -> Kernel:
     """Import a kernel module and build one specialisation; its parameters must be those the launcher packs."""
+    try:
+        importlib.import_module("numba.cuda")
+    except Exception as error:  # one that does not fit its NumPy or Numba fails in any way
+        versions = versions_of("numba-cuda", "numba", "numpy", "llvmlite", "cuda-bindings")
+        installed = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+        raise TargetError(
+            "cuda: compiling a kernel needs a numba-cuda that can be imported, got "
+            f"{type(error).__name__}: {error} with {installed}. In a clone: pip install '.[cuda13]'."
+        ) from error
     try:
         importlib.import_module("nbattn.cuda_kernels.primitives")  # what indexing and scoring leave to each target
         module = importlib.import_module(f"nbattn.cuda_kernels.{family}")

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 from register_table import CC, compiled, faults, label_of, read_table, to_compile
@@ -108,3 +109,35 @@ def test_an_unwritable_cache_is_reported(monkeypatch, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="nbattn"):
         assert compiler.cubin_for("merge_pair", {"vector": True}, CC).image
     assert "cannot be written" in caplog.text
+
+
+BROKEN_NUMBA_CUDA = """
+import sys
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numba.cuda":
+            {fault}
+sys.meta_path.insert(0, Broken())
+from nbattn.cuda_kernels.compile import load_kernel
+from nbattn.errors import TargetError
+try:
+    load_kernel("merge_pair", {{}})
+except TargetError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("import numpy; numpy.row_of_no_numpy", "AttributeError: module 'numpy' has no attribute 'row_of_no_numpy'"),
+        ("raise ModuleNotFoundError('No module named numba_cuda')", "ModuleNotFoundError: No module named numba_cuda"),
+    ],
+)
+def test_a_numba_cuda_that_cannot_be_imported_is_named_with_its_versions(fault, said):
+    code = BROKEN_NUMBA_CUDA.format(fault=fault)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    start = f"cuda: compiling a kernel needs a numba-cuda that can be imported, got {said} with python "
+    assert done.stdout.startswith(start)
+    for package in ("numba-cuda", "numba", "numpy"):
+        assert f", {package} {metadata.version(package)}" in done.stdout
