@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     begin = time.perf_counter()
     outcomes = []
     jobs = options.jobs or min(2, os.cpu_count() or 1)
-    with progress(len(checks)) as advance:
+    with progress(checks) as advance:
         for outcome in run_checks(checks, jobs):
             outcomes.append(outcome)
             advance(outcome)
@@ -112,11 +113,12 @@ def replay(check: Check) -> int:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Any]:
-    """Yield a function to call with each outcome: a bar on a terminal (rich's if it is installed), else nothing."""
+def progress(checks: list[Check]) -> Iterator[Any]:
+    """Yield a function to call with each outcome: a bar on a terminal (rich's if it is installed), else lines."""
     if not sys.stderr.isatty():
-        yield lambda outcome: None
+        yield _progress_lines(checks)
         return
+    total = len(checks)
     try:
         from rich.console import Console
         from rich.progress import Progress
@@ -127,6 +129,27 @@ def progress(total: int) -> Iterator[Any]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("validating", total=total)
         yield lambda outcome: bar.update(task, advance=1, description=f"{outcome.check.op:<32}")
+
+
+def _progress_lines(checks: list[Check]) -> Any:
+    """Return what prints a line for every operator and pair of dtypes as soon as all its checks have run."""
+    left = Counter(map(_group, checks))
+    begin, done = time.perf_counter(), 0
+
+    def advance(outcome: Outcome) -> None:
+        nonlocal done
+        done += 1
+        group = _group(outcome.check)
+        left[group] -= 1
+        if not left[group]:
+            seconds = time.perf_counter() - begin
+            print(f"{done}/{len(checks)} checks, {seconds:.0f} s: {group} done", file=sys.stderr, flush=True)
+
+    return advance
+
+
+def _group(check: Check) -> str:
+    return f"{check.op} {check.q_dtype}/{check.kv_dtype}"
 
 
 def _plain_progress(total: int) -> Any:

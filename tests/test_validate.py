@@ -161,6 +161,16 @@ def test_the_plain_bar(capsys):
     assert lines[2].startswith("[##############################] 2/2")
 
 
+def test_without_a_terminal_there_is_a_line_when_an_operator_is_done(capsys):
+    checks = [validation.CaseCheck(FAST), validation.CaseCheck(FAST), validation.CaseCheck(FAST.with_dtypes("float16"))]
+    with validate.progress(checks) as advance:
+        for done, line in enumerate(
+            ["", r"2/3 checks, \d+ s: paged_attention float32/float32 done", r"3/3 .* float16/float16 done"], 1
+        ):
+            advance(validation.Outcome(checks[done - 1], True, 0.0, 1.0, 0.1, 0.0))
+            assert re.fullmatch(line, capsys.readouterr().err.strip())
+
+
 @pytest.mark.parametrize("command", [["-m", "nbattn", "validate"], ["scripts/validate.py"]])
 def test_both_commands(command):
     root = real_inputs.checkout()
