@@ -11,7 +11,15 @@ class ContractError(ValueError):
 
 
 class PageTableError(ContractError):
-    """A page table, a length or an offset array is inconsistent; the message names the request."""
+    """A page table, a length or an offset array is inconsistent; the message names the request.
+
+    Attributes
+    ----------
+    others : tuple of str
+        What else is wrong with the same table, as far as it can be told.
+    """
+
+    others: tuple[str, ...] = ()
 
 
 class TargetError(RuntimeError):

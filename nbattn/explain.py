@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nbattn.arrays import library_of
-from nbattn.errors import ContractError
+from nbattn.errors import ContractError, PageTableError
 from nbattn.npz import read_npz
 from nbattn.page_tables import single_int
 
@@ -110,7 +110,7 @@ TABLES = {  # the arguments of each constructor that describe its table
 
 
 def main(arguments: list[str]) -> int:
-    """Draw the table in an .npz file and return the exit status: 1 for a broken table, whose fault is named."""
+    """Draw the table in an .npz file and return the exit status: 1 for a broken table, whose faults are named."""
     names = "; ".join(", ".join(table) for table in TABLES.values())
     parser = argparse.ArgumentParser(
         prog="python -m nbattn explain",
@@ -122,7 +122,8 @@ def main(arguments: list[str]) -> int:
     try:
         print(_from_arrays(read_npz(options.file)).explain(options.request))
     except ContractError as error:
-        print(error, file=sys.stderr)
+        others = error.others if isinstance(error, PageTableError) else ()
+        print(error, *others, sep="\n", file=sys.stderr)
         return 1
     return 0
 

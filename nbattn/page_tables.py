@@ -275,9 +275,11 @@ def _named(positions: np.ndarray, name: Callable[[int], str]) -> Iterator[str]:
 
 
 def raise_first(faults: Iterator[str]) -> None:
-    """Raise the first of the given messages, if there is one."""
+    """Raise the first of the given messages, if there is one; the error keeps the others."""
     for message in faults:
-        raise PageTableError(message)
+        error = PageTableError(message)
+        error.others = tuple(faults)
+        raise error
 
 
 def require_index_array(name: str, x: Array, ndim: int, library: str | None) -> Array:

@@ -101,6 +101,20 @@ def test_command_names_what_is_wrong(arrays, message, tmp_path, capsys):
     assert capsys.readouterr().err == message.format(", ".join(sorted(arrays))) + "\n"
 
 
+def test_command_names_all_faults(tmp_path, capsys):
+    table = np.array([[5, 9], [-1, 7], [1, 1]])
+    np.savez(tmp_path / "table.npz", page_size=4, num_pages=6, block_table=table, kv_lens=np.array([8, 9, -1]))
+    assert main(["explain", str(tmp_path / "table.npz")]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "kv_lens[1]: must be in 0..8 (2 blocks of 4 in block_table), got 9.",
+        "kv_lens[2]: must be in 0..8 (2 blocks of 4 in block_table), got -1.",
+        "block_table[0, 1]: must be below 6 (pages of the cache), got 9 (request 0, keys from 4 on)."
+        " Negative ids mark unmapped pages.",
+        "block_table[1, 1]: must be below 6 (pages of the cache), got 7 (request 1, keys from 4 on)."
+        " Negative ids mark unmapped pages.",
+    ]
+
+
 def test_command_without_a_file(tmp_path, capsys):
     path = tmp_path / "none.npz"
     assert main(["explain", str(path)]) == 1
