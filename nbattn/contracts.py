@@ -24,13 +24,15 @@ from nbattn.arrays import (
     library_of,
     require_array,
 )
+from nbattn.cache_views import swapped_hint
 from nbattn.errors import ContractError, TargetError, check_choice
 from nbattn.kv_cache import PagedKV
-from nbattn.page_tables import INT32_MAX, host_int64, require_index_array, snapshot
+from nbattn.page_tables import BLOCK_TABLE, INT32_MAX, PAGE_TABLE, SLOTS, host_int64, require_index_array, snapshot
 from nbattn.positions import one_row_each
 from nbattn.problem import FLAG_TYPES, Level
 from nbattn.scoring import LOG2E
 
+WITH_LAYOUT = (PAGE_TABLE, BLOCK_TABLE, SLOTS)  # tables of constructors that take a kv_layout
 OUT_DTYPES = ("float16", "bfloat16", "float32")
 LSE_BASES = ("2", "e")
 MOST_POSITION = 2**30  # kernels add lengths to positions in int32
@@ -52,8 +54,10 @@ def check_query(q: Array, kv: PagedKV) -> str:
     if q.shape[2] != kv.head_dim_qk:
         raise ContractError(f"q: must have the keys' head size {kv.head_dim_qk}, got {q.shape[2]}.")
     if kv.num_kv_heads == 0 or q.shape[1] == 0 or q.shape[1] % kv.num_kv_heads:
+        fits = kv.table.form in WITH_LAYOUT and q.shape[1] and q.shape[1] % kv.page_size == 0
         raise ContractError(
-            f"q: must have a positive multiple of {kv.num_kv_heads} (num_kv_heads) heads, got {q.shape[1]}."
+            f"q: must have a positive multiple of {kv.num_kv_heads} (num_kv_heads) heads, got {q.shape[1]}"
+            + (swapped_hint(kv.kv_layout, "the cache's axes") if fits else ".")
         )
     check_last_axis("q", q)
     if kv.kv_dtype != dtype_name(q) and not (kv.kv_dtype in QUANTIZED_DTYPES and dtype_name(q) != "float64"):

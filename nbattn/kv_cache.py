@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +90,8 @@ class PagedKV:
         ([5], (8, 4, 1, 16))
         """
         k, v = page_views(*split_pair("paged_kv_cache", paged_kv_cache), kv_layout)
-        return cls(k, v, page_tables.csr_table(kv_indptr, kv_indices, kv_last_page_len, k), kv_layout)
+        table = _table_over(kv_layout, k, page_tables.csr_table, kv_indptr, kv_indices, kv_last_page_len)
+        return cls(k, v, table, kv_layout)
 
     @classmethod
     def from_block_table(
@@ -113,7 +115,7 @@ class PagedKV:
             As `from_page_table`.
         """
         k, v = page_views(("k_cache", k_cache), ("v_cache", v_cache), kv_layout)
-        return cls(k, v, page_tables.block_table(block_table, kv_lens, k), kv_layout)
+        return cls(k, v, _table_over(kv_layout, k, page_tables.block_table, block_table, kv_lens), kv_layout)
 
     @classmethod
     def from_slots(
@@ -137,7 +139,7 @@ class PagedKV:
             As `from_page_table`.
         """
         k, v = page_views(("k_cache", k_cache), ("v_cache", v_cache), kv_layout)
-        return cls(k, v, page_tables.slot_table(slot_ids, kv_lens, k), kv_layout)
+        return cls(k, v, _table_over(kv_layout, k, page_tables.slot_table, slot_ids, kv_lens), kv_layout)
 
     @classmethod
     def from_blocks(
@@ -283,3 +285,16 @@ class PagedKV:
         shape = f"{self.num_pages} pages of {self.page_size} slots, {self.num_kv_heads} KV heads of {dims}"
         keys = int(self.kv_lens.sum(dtype=np.int64))
         return f"PagedKV({shape}, {self.library} {self.kv_dtype}; {self.batch_size} requests, {keys} keys)"
+
+
+def _table_over(kv_layout: str, k: Array, make: Callable[..., PageTable], *arrays: Any) -> PageTable:
+    """Return the table of `arrays` over pages `k`; where it fits them only in the other layout, the error says so."""
+    try:
+        return make(*arrays, k)
+    except PageTableError as error:
+        try:
+            make(*arrays, k.transpose(0, 2, 1, 3))
+        except PageTableError:
+            raise error from None
+        error.args = (str(error).removesuffix(".") + swapped_hint(kv_layout, "the cache's axes"),)
+        raise

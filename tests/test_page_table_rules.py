@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import nbattn
 from nbattn import ContractError, PagedKV, PageTableError
 
 PAGES, SLOTS, HEADS, DK, DV = 7, 3, 2, 8, 5
@@ -303,6 +304,46 @@ def test_page_stride_may_use_all_memory_of_the_base():
 
 def test_the_page_stride_of_one_page_is_not_used():
     assert np.array_equal(from_blocks(blocks=BLOCKS[:1], table=TABLE * 0, stride=2**70).k, from_blocks().k[:1])
+
+
+HEADS_FIRST = np.zeros((PAGES, 2, 12, DK), np.float32)  # two heads of twelve slots
+HINT = '; the cache\'s axes 1 and 2 look swapped: kv_layout="HND"?'
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda k: PagedKV.from_slots(k, k, np.array([9])),
+            "kv_lens[0]: must be in 0..2 (slots of a row), got 9" + HINT,
+        ),
+        (
+            lambda k: PagedKV.from_page_table((k, k), np.array([0, 1]), np.array([3]), np.array([3])),
+            "kv_last_page_len[0]: must be in 1..2 (page_size), got 3 (request 0 owns kv_indices[0:1])" + HINT,
+        ),
+        (
+            lambda k: PagedKV.from_block_table(k, k, np.array([[3]]), np.array([13])),
+            "kv_lens[0]: must be in 0..2 (1 blocks of 2 in block_table), got 13.",
+        ),
+    ],
+    ids=["slots", "csr", "fits neither"],
+)
+def test_a_cache_of_the_other_layout_is_recognised(call, message):
+    with pytest.raises(PageTableError) as caught:
+        call(HEADS_FIRST)
+    assert str(caught.value) == message
+
+
+def test_query_heads_tell_the_layout():
+    kv = PagedKV.from_slots(HEADS_FIRST, HEADS_FIRST, np.array([2]))
+    message = "q: must have a positive multiple of 12 (num_kv_heads) heads, got 4"
+    for heads, hint in ((4, HINT), (3, ".")):
+        with pytest.raises(ContractError) as caught:
+            nbattn.paged_attention(np.zeros((1, heads, DK), np.float32), kv)
+        assert str(caught.value) == message.replace("got 4", f"got {heads}") + hint
+    q = np.zeros((1, 4, DK), np.float32)
+    with pytest.raises(ContractError, match=r"heads, got 4\.$"):  # this operator has no kv_layout
+        nbattn.gqa_decode(q, HEADS_FIRST[:1], HEADS_FIRST[:1], np.array([2]))
 
 
 BROKEN_PAGES = {
