@@ -18,6 +18,7 @@ FLOAT8_E5M2 = np.dtype(ml_dtypes.float8_e5m2)
 
 QUERY_DTYPES = ("float16", "bfloat16", "float32", "float64")
 QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+MOST_WORK: Any = 10_000  # steps of telling whether two arrays share memory: milliseconds
 TARGETS = ("cpu", "cuda", "gpu")
 CACHE_DTYPES = QUERY_DTYPES + QUANTIZED_DTYPES
 
@@ -91,6 +92,26 @@ def confirm_target(target: str | None, library: str) -> str:
     if implied == "cpu":
         raise TargetError(f'target: "{target}" needs CuPy arrays, got NumPy arrays. Move them with cupy.asarray(x).')
     raise TargetError('target: "cpu" needs NumPy arrays, got CuPy arrays. Move them with cupy.asnumpy(x).')
+
+
+class _Shadow:
+    """What NumPy takes for an array at the address of a device's: nothing reads it."""
+
+    def __init__(self, x: Array):
+        self.__array_interface__ = {
+            "data": (x.data.ptr, True), "shape": x.shape, "strides": x.strides, "typestr": f"|V{x.itemsize}",
+            "version": 3,
+        }  # fmt: skip
+
+
+def overlap(a: Array, b: Array) -> bool:
+    """Return whether two arrays of one library share memory; where that is hard to tell, whether they may."""
+    if library_of(a) != "numpy":
+        a, b = np.asarray(_Shadow(a)), np.asarray(_Shadow(b))
+    try:
+        return np.shares_memory(a, b, max_work=MOST_WORK)
+    except np.exceptions.TooHardError:
+        return True
 
 
 Form = tuple[Any, tuple[np.dtype, tuple[int, ...], tuple[int, ...]]]  # the first is a type

@@ -22,6 +22,7 @@ from nbattn.arrays import (
     dtype_from_name,
     dtype_name,
     library_of,
+    overlap,
     require_array,
 )
 from nbattn.cache_views import swapped_hint
@@ -330,6 +331,14 @@ def check_results(
     if lse is None and return_lse:
         lse = new.full(shape[:2], -np.inf, lse_dtype)
     return out, lse
+
+
+def check_no_overlap(out: Array | None, lse: Array | None, read: dict[str, Any]) -> None:
+    """Refuse given results that share memory with what is read, arrays or not under their names, or with each other."""
+    for name, result in (("out", out), ("lse", lse)):
+        for other, x in {**read, "out": out if name == "lse" else None}.items() if result is not None else ():
+            if library_of(x) is not None and overlap(result, x):
+                raise ContractError(f"{name}: must share no memory with {other}, got overlapping arrays.")
 
 
 def check_soft_cap(cap: Any) -> float:

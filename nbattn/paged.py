@@ -90,7 +90,8 @@ def paged_attention(
     out_dtype : dtype, optional
         float16, bfloat16, float32 or q's own (default).
     out, lse : array, optional
-        Where to write: exactly the shapes and dtypes that are returned.
+        Where to write: exactly the shapes and dtypes that are returned. Memory that is also read, or that of the other,
+        is refused; a planned call that is repeated on other arrays does not look at where they lie.
     return_lse : bool
         Return ``(out, lse)``.
     lse_base : {"2", "e"}
@@ -249,6 +250,11 @@ def _first(
     options = _checked_options(q, checked, given, ArrayOptions._make(arrays), library)
     dim_vo = checked[-1].kv.head_dim_vo
     results = contracts.check_results(q, dim_vo, out, lse, given.out_dtype, given.return_lse, given.lse_base)
+    if out is not None or lse is not None:
+        options_read = dict(zip(ArrayOptions._fields, options.arrays, strict=True))
+        for level in checked:
+            for pages in (level.kv.k, level.kv.v):
+                contracts.check_no_overlap(out, lse, {"q": q, "k, v": pages, **options_read})
     problem = Problem(name, q, checked, options, *results)
     used, launch = run(problem, plan, given.split_size)
     used.last_call = call = remember(problem, used, levels, plain, arrays, (out, lse), launch)

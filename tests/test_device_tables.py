@@ -12,6 +12,7 @@ import stand_in_cupy
 from stand_in_cupy import DeviceArray
 
 from nbattn import ContractError, PagedKV, PageTableError, TargetError, append_paged_kv_cache
+from nbattn.arrays import overlap
 
 
 @pytest.fixture
@@ -158,3 +159,10 @@ def test_append_hands_checked_arguments_to_the_cuda_pass(cupy, monkeypatch):
     with pytest.raises(PageTableError, match=r"^batch_indices\[0\]: must name one of 2 requests, got 2\.$"):
         append_paged_kv_cache(*arguments[:2], np.array([2]), *arguments[3:])
     assert len(calls) == 1
+
+
+def test_overlap_is_told_by_addresses_alone(cupy):
+    x = cupy.asarray(np.zeros((4, 8)))
+    assert not overlap(x[:, :4], x[:, 4:])
+    assert overlap(x[:, :5], x[:, 4:])
+    assert x.copies == []
