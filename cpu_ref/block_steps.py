@@ -62,7 +62,7 @@ class Block(NamedTuple):
 
     key: int  # the first
     n: int
-    position: int  # of the first
+    turn: int  # position of the first behind all keys of its request, by which keys are rotated
     head_begin: int
     first: int  # addresses of int64 [rows]: the keys that each row sees
     end: int
@@ -187,7 +187,7 @@ def _score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, o
                         keys.slot_stride, places.idle)  # fmt: skip
         else:
             rotate_keys(kind, rules, rotated, keys.rows, KEYS, heads, block.head_begin, keys.head_stride, size, dim,
-                        block.position, block.n)  # fmt: skip
+                        block.turn, block.n)  # fmt: skip
             score_heads(number_kind, address_of(q), q.strides[0], heads, rows, places.rotated,
                         KEYS * places.rotated_bytes, dim, scale, address_of(s), s.strides[0], keys.rows,
                         keys.head_stride, values.head_stride, keys.slot_stride, places.idle)  # fmt: skip
@@ -204,7 +204,7 @@ def _score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, o
                          Listed(values.rows, block.n), value_dim, Listed(keys.coming, block.n))  # fmt: skip
         else:
             rotate_keys(kind, rules, rotated, keys.rows, PANEL_KEYS, 1, block.head_begin, keys.head_stride, size, dim,
-                        block.position, block.n)  # fmt: skip
+                        block.turn, block.n)  # fmt: skip
             score_panels(number_kind, kind, places, rows, seen_of(block), dim, scale, address_of(s),
                          s.strides[0], Listed(values.rows, block.n), value_dim, Listed(0, 0))  # fmt: skip
 

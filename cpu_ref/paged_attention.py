@@ -184,7 +184,7 @@ def paged_worker(
                 find_rows(coming, keys, level, head_begin, page_begin, key + n, n_next)
             after = coming if n_next > 0 else here
             whole = last_first <= key and first_end >= key + n
-            block = Block(key, n, key_position + key, head_begin, first_address, end_address, whole)
+            block = Block(key, n, key_base + key, head_begin, first_address, end_address, whole)
             k_side = Side(here, after, k_head, level[K_SLOT])
             v_side = Side(here + 8 * keys, after + 8 * keys, v_head, level[V_SLOT])
             score_block(rule_tag, tile, kind, number_kind, applied, places, rotated, q, operand, heads, rows, block,

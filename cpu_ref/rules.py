@@ -51,7 +51,7 @@ def _apply_mask(rules, s, n, rows, key, qo_head, q_row):
 
 
 @part
-def rotate_keys(kind, rules, rotated, key_rows, keys, heads, head_begin, k_head_stride, size, dim, key_position, n):
+def rotate_keys(kind, rules, rotated, key_rows, keys, heads, head_begin, k_head_stride, size, dim, turn, n):
     """Scale and rotate the `keys` listed K rows of a block in half-split pairs into ``rotated[head * keys + j]``."""
     half = dim // 2
     scaled = rules.k_scale.shape[0] > 0
@@ -64,7 +64,7 @@ def rotate_keys(kind, rules, rotated, key_rows, keys, heads, head_begin, k_head_
             if scaled:
                 for d in range(dim):
                     target[d] *= rules.k_scale[head_begin + head, d]
-            position = key_position + min(j, n - 1) - rules.origin
+            position = turn + min(j, n - 1) - rules.origin
             cos, sin = rules.cos[position], rules.sin[position]
             for d in range(half):
                 target[d], target[d + half] = rotate_pair(target[d], target[d + half], cos[d], sin[d])

@@ -22,7 +22,7 @@ from nbattn.cpu_ref.tags import CACHE_KINDS, FEW, FULL, MANY, PLAIN, Tag
 from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan, Tiling
 from nbattn.problem import Level, Preparation, Problem, Rope
-from nbattn.rotary import rope_planes
+from nbattn.rotary import Planes, planes_for
 from nbattn.scoring import LN2, LOG2E
 from nbattn.threads import get_num_threads
 from nbattn.work_list import KEY_BEGIN, KEY_END, ROW_BEGIN, ROW_END, SHARES_PER_THREAD, WorkList, build_gather_work
@@ -326,7 +326,7 @@ def _rules(problem: Problem, plan: Plan) -> tuple[Rules, bool]:
     cos = sin = _nothing(number)[1]
     origin = 0
     if options.rope is not None:
-        origin, cos, sin = _rope_planes(options.rope, problem, plan)
+        (origin, cos, sin), _, _ = _rope_planes(options.rope, problem, plan)
     unmapped = any(level.kv.kv_indices.min(initial=0) < 0 for level in problem.levels)
     full = unmapped or any(x is not None for x in (mask, options.alibi_slopes, options.rope)) or options.soft_cap > 0
     rules = Rules(
@@ -338,22 +338,18 @@ def _rules(problem: Problem, plan: Plan) -> tuple[Rules, bool]:
     return rules, full
 
 
-def _rope_planes(rope: Rope, problem: Problem, plan: Plan) -> tuple[int, np.ndarray, np.ndarray]:
-    """Return planes that cover every position of a row or a key."""
-    rows, places = plan.places.row_position, plan.places
-    begin, end = int(rows.min(initial=0)), int(rows.max(initial=0)) + 1
-    for start, level in zip(places.key_position, problem.levels, strict=True):
-        end = max(end, int(start.max(initial=0)) + int(level.kv.kv_lens.max(initial=0)))
-        begin = min(begin, int(start.min(initial=begin)))
-    return rope_planes(rope, problem.levels[0].kv.head_dim_qk, begin, end, problem.number)
+def _rope_planes(rope: Rope, problem: Problem, plan: Plan) -> tuple[Planes, np.ndarray, Planes]:
+    """Return planes of the keys, where the rows stand in theirs, and planes of the rows."""
+    lens = [level.kv.kv_lens for level in problem.levels]
+    return planes_for(rope, problem.levels[0].kv.head_dim_qk, plan.places, lens, problem.number)
 
 
 def _prepared_query(problem: Problem, plan: Plan) -> tuple[np.ndarray, float]:
     """Return q ready for its dot products and the scale still to be applied."""
     options, prepare = problem.options, problem.options.prepare
     if options.rope is not None:
-        origin, cos, sin = _rope_planes(options.rope, problem, plan)
-        prepare = Preparation(cos=cos, sin=sin, positions=plan.places.row_position, origin=origin)
+        _, turned, (origin, cos, sin) = _rope_planes(options.rope, problem, plan)
+        prepare = Preparation(cos=cos, sin=sin, positions=turned, origin=origin)
     scale = options.sm_scale * LOG2E
     if prepare is None:
         return problem.q, scale

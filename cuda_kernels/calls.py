@@ -56,8 +56,8 @@ class AttentionOptions:
     attn_mask : array, shape [batch or 1, heads or 1, rows or 1, keys or 1], optional
         bool, float16, bfloat16 or float32; any strides.
     rope_planes : pair of arrays, shape [positions, rope_dim / 2], float32, contiguous, optional
-        cos and sin by which keys are rotated at their position, half-split pairs; row 0 is of position `rope_origin`.
-        q is rotated already.
+        cos and sin by which keys are rotated, half-split pairs, see `nbattn.rotary`; row 0 is of position
+        `rope_origin`; q is rotated already.
     rope_k_scale : array, shape [num_kv_heads, head_dim_qk], float32, contiguous, optional
         What keys are multiplied by before they are rotated.
     v_scale : array, shape [num_kv_heads, head_dim_vo], float32, contiguous, optional

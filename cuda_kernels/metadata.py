@@ -69,6 +69,8 @@ class PlanMetadata:
         See `nbattn.planning`.
     row_position, row_request, row_index : int32 array, shape [total_rows]
         See `nbattn.planning`.
+    row_turned : int32 array, shape [total_rows]
+        Positions by which rows are rotated: see `nbattn.rotary`.
     merge_rows, merge_indptr, merge_slots : int32 array
         See `nbattn.planning`.
     num_states : int
@@ -116,6 +118,7 @@ class PlanMetadata:
         self,
         work: np.ndarray,
         row_position: np.ndarray,
+        row_turned: np.ndarray,
         row_request: np.ndarray,
         row_index: np.ndarray,
         merge_rows: np.ndarray,
@@ -129,7 +132,8 @@ class PlanMetadata:
         parts: dict[str, _Part] = {}
         for (level, tile), items in self._split_by_tile(work, max_tokens, len(tables)).items():
             parts[f"work {level} {tile}"] = items, len(WORK) * max(len(items), room.items or 0), 0
-        for name, rows in (("position", row_position), ("request", row_request), ("index", row_index)):
+        of_rows = ("position", row_position), ("turned", row_turned), ("request", row_request), ("index", row_index)
+        for name, rows in of_rows:
             parts[name] = rows, len(rows), 0
         merges = max(len(merge_rows), room.merge_rows or 0)
         parts["merge rows"] = merge_rows, merges, -1
@@ -206,7 +210,7 @@ class PlanMetadata:
         self._buffer = self.device.empty((max(end, 1),), "int32")
         before_tables = self._places["table 0"][0]
         self._without_tables = self._host[:before_tables], self._buffer[:before_tables]
-        names = ("position", "request", "index", "merge rows", "merge indptr", "merge slots")
+        names = ("position", "turned", "request", "index", "merge rows", "merge indptr", "merge slots")
         self.pointers = {name: self._address(name) for name in names}
         self.segments = []
         for level, tile in self._tiles:

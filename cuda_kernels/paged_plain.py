@@ -87,7 +87,7 @@ def make(cache: str) -> Kernel:
                 if rope_cos != int64(0):
                     scale_row = k_scale + int64(kv_head * head_dim_qk) * int64(4) if k_scale != int64(0) else int64(0)
                     score = dot_rotated(query, k_row, scale_row, head_dim_qk, rope_cos, rope_sin, rope_dim,
-                                        stands - rope_origin)  # fmt: skip
+                                        int32(item.key_base + key) - rope_origin)  # fmt: skip
                 else:
                     score = dot(query, k_row, head_dim_qk)
                 at = mask_at + int64(key) * mask_key if mask_at != int64(0) else int64(0)

@@ -34,8 +34,8 @@ from nbattn.cuda_kernels.shapes import (
 from nbattn.errors import ContractError, TargetError
 from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan, Tiling
-from nbattn.problem import Level, Options, Preparation, Problem
-from nbattn.rotary import rope_planes
+from nbattn.problem import Level, Options, Preparation, Problem, Rope
+from nbattn.rotary import POSITIONS_AHEAD, planes_for, turned_interval, turned_rows
 
 SHARES_AT_A_TIME = 4  # the number of shares of work is a multiple of it
 BLOCKS_PER_MULTIPROCESSOR = 2  # of either tile but the warpgroups': see the register table of the tests
@@ -43,7 +43,6 @@ MOST_DECODE_KEYS = 1000  # of a resident block; more keys that many rows share a
 MOST_KEYS_OF_FEW = 200  # the same for rows that fit one warpgroup
 MOST_KEYS_BESIDE = 2  # of prefill tiles for each of decode tiles: beyond, prefill tiles fill the multiprocessors
 WIDE_KEY, NARROW_KEY = 1.8, 1.2  # what a key takes of two warpgroups and of one, over what it takes of a decode tile
-POSITIONS_AHEAD = 1 << 17  # most that planes of rotation are made for before a request stands there
 
 _devices: dict[int, Device] = {}
 _planes_on_device: dict[tuple, tuple[np.ndarray, Array, Array]] = {}
@@ -186,7 +185,7 @@ class PlanOnDevice:
 
     def refill(self, plan: Plan, levels: tuple[Level, ...]) -> None:
         """Copy an updated plan into the same buffers."""
-        begin, end = _positions(plan, levels) if self.planes_in_graphs else (0, 0)
+        begin, end = turned_interval(plan.places, _lens(levels)) if self.planes_in_graphs else (0, 0)
         for origin, cos, _ in self.planes_in_graphs:
             if not origin <= begin <= end <= origin + len(cos):
                 raise ContractError(
@@ -201,6 +200,7 @@ def _integers(plan: Plan, levels: tuple[Level, ...]) -> dict[str, Any]:
     return {
         "work": work_list.work,
         "row_position": places.row_position,
+        "row_turned": places.row_position if plan.given[0] is None else turned_rows(places).astype(np.int32),
         "row_request": places.row_request,
         "row_index": places.row_index,
         "merge_rows": work_list.merge_rows,
@@ -224,8 +224,7 @@ def run_paged(problem: Problem, plan: Plan, device: Any = None) -> PagedCall | N
     options = problem.options
     prepare, planes, origin = options.prepare, None, 0
     if options.rope is not None:
-        origin, planes = _rope_planes(device, problem, plan)
-        prepare = Preparation(cos=planes[0], sin=planes[1], origin=origin)
+        origin, planes, prepare = _rotation(device, options.rope, problem, plan)
     settings, k_scale = _settings(device, problem, planes, origin)
     is_prepared = prepare is not None or (k_scale is not None and planes is None)
     q = metadata.scratch("query", problem.q.shape) if is_prepared else problem.q
@@ -234,7 +233,7 @@ def run_paged(problem: Problem, plan: Plan, device: Any = None) -> PagedCall | N
     with metadata.lock:
         if is_prepared:
             fold = None if planes is not None else k_scale
-            positions = metadata.pointers["position"]
+            positions = metadata.pointers["turned"]
             _prepare_query(device, problem, q, plan.num_rows, prepare or Preparation(), fold, positions)
         call(call.addresses, call.options)
     arrays = [0 if x is None or isinstance(x, (int, float)) else device.address(x) for x in options.arrays]
@@ -330,33 +329,33 @@ def _settings(device: Any, problem: Problem, planes: Any, origin: int) -> tuple[
     return settings, k_scale
 
 
-def _rope_planes(device: Any, problem: Problem, plan: Plan) -> tuple[int, tuple[Array, Array]]:
-    """Return planes on the device that cover every position of a row or a key, and the position of their row 0."""
-    begin, end = _positions(plan, problem.levels)
+def _rotation(device: Any, rope: Rope, problem: Problem, plan: Plan) -> tuple[int, tuple[Array, Array], Preparation]:
+    """Return the keys' planes on the device after the position of their row 0, and what is done to q."""
+    end = 0
     if plan.max_kv_len is not None:
-        start = int(plan.places.key_position[0].max(initial=0))
-        end = max(end, min(POSITIONS_AHEAD, start + plan.max_kv_len * len(problem.levels)))
-    dim, rope = problem.levels[0].kv.head_dim_qk, problem.options.rope
-    if rope is None:
-        raise ValueError("rope: must be given, got None.")
-    origin, cos, sin = rope_planes(rope, dim, begin, end, np.dtype(np.float32))
+        end = min(POSITIONS_AHEAD, plan.max_kv_len * len(problem.levels))
+    dim = problem.levels[0].kv.head_dim_qk
+    planes, rows, row_planes = planes_for(rope, dim, plan.places, _lens(problem.levels), np.dtype(np.float32), end)
+    origin, cos, sin = planes
     key = (id(device), rope, dim)
     kept = _planes_on_device.get(key)
     if kept is None or kept[0] is not cos:
         kept = _planes_on_device[key] = cos, device.from_host(cos), device.from_host(sin)
+    prepare = Preparation(cos=kept[1], sin=kept[2], origin=origin)
+    if row_planes is not planes:
+        prepare = Preparation(cos=row_planes.cos, sin=row_planes.sin, positions=rows)
     if device.capturing():
+        if row_planes is not planes:
+            raise ContractError(
+                f"q_positions: must lie within {POSITIONS_AHEAD} positions of the keys in a captured graph with rope, "
+                f"got up to {int(plan.places.row_position.max())}."
+            )
         plan.on_target.planes_in_graphs.append((origin, *kept[1:]))
-    return origin, (kept[1], kept[2])
+    return origin, kept[1:], prepare
 
 
-def _positions(plan: Plan, levels: tuple[Level, ...]) -> tuple[int, int]:
-    """Return the interval of positions at which a row or a key stands, or 0."""
-    rows, places = plan.places.row_position, plan.places
-    begin, end = int(rows.min(initial=0)), int(rows.max(initial=0)) + 1
-    for start, level in zip(places.key_position, levels, strict=True):
-        end = max(end, int(start.max(initial=0)) + int(level.kv.kv_lens.max(initial=0)))
-        begin = min(begin, int(start.min(initial=begin)))
-    return begin, end
+def _lens(levels: tuple[Level, ...]) -> list[np.ndarray]:
+    return [level.kv.kv_lens for level in levels]
 
 
 def _prepare_query(

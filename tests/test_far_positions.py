@@ -1,5 +1,7 @@
 """Positions that int32 sums cannot hold are refused by name; the largest that are accepted give the right values."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -43,3 +45,34 @@ def test_the_farthest_positions_are_right(problem, name, options):
     options = {**options, name: np.array([3, 2**30])}
     expected = testing.expect(oracle.paged_attention, q, kv, **options)
     testing.assert_close(nbattn.paged_attention(q, kv, return_lse=True, **options), expected)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"kv_start": [3, 2**30]},
+        {"kv_start": [2**30 - 5, 2**30]},
+        {"q_positions": [3, 2**30]},
+        {"q_positions": [-(2**30), 2**30], "causal": False},
+        {"q_positions": [2**30, 7], "kv_start": [2**30 - 8, 0]},
+    ],
+)
+def test_far_positions_rotate_right_and_take_no_memory(problem, places):
+    q, kv = problem
+    options = {name: np.array(x) if isinstance(x, list) else x for name, x in places.items()}
+    expected = testing.expect(oracle.paged_attention, q, kv, rope=oracle.Rope(50.0), **options)
+    tracemalloc.start()
+    got = nbattn.paged_attention(q, kv, rope=nbattn.Rope(50.0), return_lse=True, **options)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    testing.assert_close(got, expected)
+    assert peak < 2**30  # planes up to the farthest position would take 16 GB
+
+
+def test_rotation_depends_on_distances_alone(problem):
+    q, kv = problem
+    here, there = (
+        nbattn.paged_attention(q, kv, rope=nbattn.Rope(), kv_start=np.array(start), q_positions=np.array(start) + 7)
+        for start in ([0, 0], [12345, 2**29])
+    )
+    np.testing.assert_array_equal(here, there)

@@ -117,6 +117,41 @@ def test_a_graph_that_rotates_is_replayed_where_it_holds_angles(lent, monkeypatc
     np.testing.assert_array_equal(nbattn.paged_attention(q, short, plan=plan, rope=rope), first)
 
 
+@pytest.mark.parametrize(
+    "places",
+    [{"kv_start": [3, 2**30]}, {"q_positions": [3, 2**30]}, {"kv_start": [2**20, 7], "q_positions": [2**20, 99]}],
+)
+def test_far_positions_rotate_right(lent, places):
+    rng = np.random.default_rng(4)
+    k, v = rng.standard_normal((2, 2, 12, 1, 8)).astype(np.float32)
+    q = rng.standard_normal((2, 2, 8)).astype(np.float32)
+    kv = nbattn.PagedKV.from_slots(k, v, np.array([12, 5], np.int32))
+    options = {name: np.array(x) for name, x in places.items()}
+    got = nbattn.paged_attention(q, kv, rope=nbattn.Rope(50.0), return_lse=True, **options)
+    agrees(got, q, kv, rope=oracle.Rope(50.0), **options)
+
+
+def test_an_update_may_bring_starts_to_a_graph_that_rotates(lent, monkeypatch):
+    rng = np.random.default_rng(5)
+    k, v = rng.standard_normal((2, 2, 12, 1, 8)).astype(np.float32)
+    q = rng.standard_normal((2, 1, 8)).astype(np.float32)
+    kv = nbattn.PagedKV.from_slots(k, v, np.array([12, 5], np.int32))
+    plan = nbattn.plan(kv, num_qo_heads=1, max_kv_len=12)
+    monkeypatch.setattr(lent, "capturing", lambda: True)
+    nbattn.paged_attention(q, kv, plan=plan, rope=nbattn.Rope(50.0))
+    places = {"kv_start": np.array([0, 2**30 - 9]), "q_positions": np.array([9, 2**30])}
+    plan.update(kv, **places)
+    got = nbattn.paged_attention(q, kv, plan=plan, rope=nbattn.Rope(50.0), return_lse=True)
+    agrees(got, q, kv, rope=oracle.Rope(50.0), **places)
+    far = {"q_positions": np.array([9, 2**30])}
+    with pytest.raises(ContractError, match=r"^Plan.update: a captured graph rotates positions 0 to 255, got 0 to"):
+        plan.update(kv, **far)
+    with pytest.raises(
+        ContractError, match=r"^q_positions: must lie within 131072 positions of the keys in a captured"
+    ):
+        nbattn.paged_attention(q, kv, rope=nbattn.Rope(50.0), **far)
+
+
 REFUSED = [
     ({"qo_indptr": np.array([0, 2, 2], np.int32)}, "plan: must be made for this call's lengths, offsets"),
     ({"causal": False}, "causal: must be the plan's"),
