@@ -312,19 +312,20 @@ def merge_kernel(
     head_dim = out.shape[2]
     width = CHUNK_BYTES // 4 if packed(device, out, head_dim, CHUNK_BYTES // 4) else 1
     listed = lists[0] != 0
-    lanes, groups, grid = merge_team(num_merges * heads, head_dim, width, device.multiprocessors, num_states, listed)
+    rows = num_merges * heads
+    constants, team, grid = merge_team(rows, head_dim, width, device.multiprocessors, num_states, listed)
     num_states = 0 if listed else num_states
     head_bytes = 4 * head_dim
     values = (
         *(states[0], num_states * heads * head_bytes, heads * head_bytes, head_bytes, 4, KINDS["float32"]),
         *(states[1], num_states * heads * 4, heads * 4, 4, KINDS["float32"]),
         *lists,
-        *(num_merges, num_states, heads, heads // kv_heads, head_dim, lanes, groups),
+        *(num_merges, num_states, heads, heads // kv_heads, head_dim, *team),
         *result[2:7],
         *(*result[7:10], KINDS["float32"], 1.0, result[10]),
         *result[11:],
     )
-    return KernelCall("merge_states", {"vector": width > 1}, grid, values, overlaps=True)
+    return KernelCall("merge_states", constants, grid, values, overlaps=True)
 
 
 def packed(device: Any, array: Array, head_dim: int, width: int) -> bool:
@@ -371,7 +372,7 @@ def run_append(
         bits |= device.address(array)
         for stride in array.strides[:-1]:
             bits |= stride
-    unit = next(size for size in (16, 4, 2, 1) if not bits % size)
+    unit = next(size for size in (16, 4, 1) if not bits % size)
     values = (
         *(device.address(key), *key.strides[:2], device.address(value), *value.strides[:2]),
         *(device.address(k), *k.strides[:3], device.address(v), *v.strides[:3]),

@@ -145,9 +145,10 @@ def test_a_row_has_the_same_bits_however_many_groups_share_its_states(lent, monk
     rng = np.random.default_rng(9)
     kv, q = poisoned_cache(rng, [330, 40]), numbers(rng, (2, 4, 64), "bfloat16")
     results = []
-    for busy, groups in ((shapes.BUSY_THREADS, 4), (1, 1)):
-        monkeypatch.setattr(shapes, "BUSY_THREADS", busy)
-        assert 1 << merge_team(8, 64, 4, lent.multiprocessors, 21, listed=True)[1] == groups
+    whole = shapes.merge_shape(True)
+    for shape, groups in ((whole, 8), (whole._replace(blocks=1 / 256), 1)):
+        monkeypatch.setattr(shapes, "merge_shape", lambda listed, shape=shape: shape)
+        assert 1 << merge_team(8, 64, 4, lent.multiprocessors, 21, listed=True)[1][1] == groups
         results.append(nbattn.paged_attention(q, kv, split_size=16, return_lse=True))
     testing.assert_close(results[0], testing.expect(oracle.paged_attention, q, kv))
     for one, several in zip(*results, strict=True):
@@ -156,11 +157,12 @@ def test_a_row_has_the_same_bits_however_many_groups_share_its_states(lent, monk
 
 @pytest.mark.parametrize(
     ("rows", "states", "groups"),
-    [(64, 8, 1), (64, 9, 2), (64, 17, 4), (64, 64, 8), (64, 300, 8), (512, 33, 8), (2048, 9, 1), (2048, 33, 1)],
+    [(64, 4, 1), (64, 5, 2), (64, 9, 4), (64, 32, 8), (64, 300, 8), (512, 17, 8), (4096, 5, 1), (4096, 17, 1)],
 )
 def test_groups_take_one_stream_of_states_each_or_one_takes_all(rows, states, groups):
     """Groups beyond a row's batches would only wait, and more threads than reside come one after another."""
-    lanes, group_bits, grid = merge_team(rows, 128, 4, MULTIPROCESSORS, states, listed=True)
+    constants, (lanes, group_bits, _), grid = merge_team(rows, 128, 4, MULTIPROCESSORS, states, listed=True)
+    assert constants == {"vector": True, "listed": True}
     assert (lanes, 1 << group_bits) == (5, groups)
     assert grid[0] * 256 == rows * 32 * groups
 
@@ -172,8 +174,9 @@ def test_groups_take_one_stream_of_states_each_or_one_takes_all(rows, states, gr
 def test_groups_of_equal_rows_give_each_multiprocessor_a_block_and_take_two_batches(rows, states, groups):
     """More than that only wait for each other; what fills the device takes its states one batch after the other."""
     assert merge_team(rows, 128, 8, MULTIPROCESSORS, states) == (
-        *(4, groups.bit_length() - 1),
-        (rows * 16 * groups // 256, 1, 1),
+        {"vector": True, "listed": False},
+        (4, groups.bit_length() - 1, 6 * MULTIPROCESSORS),
+        (rows * 16 * groups // 128, 1, 1),
     )
 
 
