@@ -252,7 +252,7 @@ def make(vector: bool, listed: bool) -> Kernel:
 
     def merge_states(
         v, v_row, v_state, v_head, v_dim, v_kind, s, s_row, s_state, s_head, s_kind, merge_rows, merge_indptr,
-        merge_slots, num_rows, num_states, num_heads, group_size, head_dim, lane_bits, group_bits, early_blocks, out,
+        merge_slots, num_rows, num_states, num_heads, group_size, head_dim, lane_bits, group_bits, asks_early, out,
         out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_kind, s_unit, lse_unit, sinks, v_scale,
         v_unit, gate, gate_row, gate_head, gate_dim, gate_kind,
     ):  # fmt: skip
@@ -289,8 +289,8 @@ def make(vector: bool, listed: bool) -> Kernel:
         ptx.let_next_start()  # what comes next waits for this merge, and so for what this one waits for
         if listed and group * int32(BATCH) < count:
             find_slots(slot, group * int32(BATCH), count, states)
-        if not listed and group * int32(BATCH) < count and int32(cuda.blockIdx.x) < early_blocks:
-            # of the lanes whose chunks share a line, each asks for another state's; later blocks would not wait
+        if not listed and asks_early != int32(0) and group * int32(BATCH) < count:
+            # of the lanes whose chunks share a line, each asks for another state's
             early = int32(min(group * int32(BATCH) + (lane & int32(LINE - 1)), count - int32(1)))
             ptx.prefetch(at(states.v, early, v_state))
         ptx.wait_for_earlier()  # the plan's lists are there before, the states are not

@@ -133,8 +133,8 @@ def merge_team(
 ) -> tuple[dict[str, bool], tuple[int, int, int], tuple[int, int, int]]:
     """Return a merge's constants, how its blocks are shared out and the grid.
 
-    The second are log2 of a row's lanes, log2 of the groups of lanes that share a row's states, and the blocks that
-    ask for their first states early.
+    The second are log2 of a row's lanes, log2 of the groups of lanes that share a row's states, and 1 if blocks ask for
+    their first states early, which helps where all are resident at once.
 
     Parameters
     ----------
@@ -156,14 +156,14 @@ def merge_team(
         waves = ceil((rows << bits + group_bits) / resident)
         if waves > max(1, batches // 2):  # then one batch after the other is faster than one wave after the other
             group_bits = 0
-    elif batches <= 1 or rows << bits >= resident:
+    elif batches <= 1 or rows << bits >= 2 * resident:
         group_bits = 0
-    else:  # two blocks a multiprocessor, unless a group then takes more than two batches
+    else:  # two blocks a multiprocessor, or four groups where each would take more than two batches
         few = max(0, (2 * threads * multiprocessors // max(1, rows << bits)).bit_length() - 1)
-        group_bits = few if batches <= 2 << few else (batches - 1).bit_length()
+        group_bits = few if batches <= 2 << few else min(2, (batches - 1).bit_length())
         group_bits = min(group_bits, (threads >> bits).bit_length() - 1)
     grid = ceil(rows / (threads >> (bits + group_bits))), ceil(head_dim / (width << bits)), 1
-    return {"vector": width > 1, "listed": listed}, (bits, group_bits, multiprocessors * blocks), grid
+    return {"vector": width > 1, "listed": listed}, (bits, group_bits, int(rows << bits + group_bits <= resident)), grid
 
 
 def specialisations(compute_capability: tuple[int, int]) -> list[tuple[str, dict[str, str | int | bool]]]:
