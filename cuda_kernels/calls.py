@@ -214,7 +214,7 @@ def paged_kernels(
     rows = (pointers["position"], pointers["request"], pointers["index"])
     query, features = _query_values(device, q), _feature_values(device, options)
     result = result_values(device, (0, 0), out, lse, options)
-    beside = False
+    beside = crowded = False
     for segment in metadata.segments:
         kv = kvs[segment.level]
         family, constants, pairs, shared_bytes = paged_specialisation(
@@ -224,11 +224,12 @@ def paged_kernels(
         cluster = metadata.cluster if clustered else 1
         grid = (segment.count * kv.k.shape[2] * cluster, -(-segment.pairs // pairs), 1)
         if family == "paged_decode" and cluster == 1:
-            shared_bytes = decode_shared_bytes(constants["head_dim"], grid[0] * grid[1] / device.multiprocessors)
+            blocks_each = grid[0] * grid[1] / device.multiprocessors
+            shared_bytes = decode_shared_bytes(constants["head_dim"], blocks_each, crowded)
         cache_values = _cache_values(device, kv, tables[segment.level], q, options.scale)
         values = (segment.work, *rows, int(beside), *query, *cache_values, *features, *result)
         yield segment.level, KernelCall(family, constants, grid, values, shared_bytes, True, cluster)
-        beside = beside or all(grid)
+        beside, crowded = beside or all(grid), crowded or constants.get("groups") == 2
     if metadata.num_merges:
         lists = tuple(pointers[name] for name in ("merge rows", "merge indptr", "merge slots"))
         layout = metadata.num_merges, metadata.most_states, q.shape[1], kvs[0].k.shape[2]

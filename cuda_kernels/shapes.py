@@ -54,13 +54,13 @@ def decode_shape(cache: str, head_dim: int) -> DecodeShape:
     return DecodeShape(16 if row_bytes > 128 else 32, 4, 2, 3 if head_dim <= 128 else 2)
 
 
-def decode_shared_bytes(head_dim: int, blocks_each: float) -> int | None:
+def decode_shared_bytes(head_dim: int, blocks_each: float, crowded: bool) -> int | None:
     """Return the shared memory of the decode tile for so many blocks of each multiprocessor; None is what it needs.
 
     More makes two blocks fill a multiprocessor: three in one place are twice as slow as one in another, which only the
-    average over many waves evens out.
+    average over many waves evens out. There are many where it is `crowded`: others' blocks fill most multiprocessors.
     """
-    return TWO_BLOCKS_BYTES if head_dim <= 128 and blocks_each < MANY_BLOCKS else None
+    return TWO_BLOCKS_BYTES if head_dim <= 128 and blocks_each < MANY_BLOCKS and not crowded else None
 
 
 class GatherShape(NamedTuple):

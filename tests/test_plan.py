@@ -55,7 +55,8 @@ options_of = st.fixed_dictionaries(
         "tile_tokens": st.tuples(*[st.sampled_from([1, 2, 7, 64])] * 3),
         "shares": st.sampled_from([1, 3, 40]),
         "few_tokens": st.sampled_from([0, 1, 4]),
-        "many_shares": st.sampled_from([1, 3, 20]),
+        "many_shares": st.sampled_from([1, 2.4, 20]),
+        "wave": st.sampled_from([0, 1.5, 16.5]),
     }
 )
 
@@ -150,7 +151,9 @@ def test_a_plan_has_room_for_all_lengths_up_to_its_longest(cascade, options, dat
     causal = tuple(level.causal for level in levels)
     rules = PlanRules(1, 1, causal, options["window_left"], options["chunk_size"], options["split_size"])
     options = of_levels(options, levels)
-    tiling = Tiling(options["tile_tokens"], options["shares"], options["few_tokens"], options["many_shares"])
+    tiling = Tiling(
+        options["tile_tokens"], options["shares"], options["few_tokens"], options["many_shares"], wave=options["wave"]
+    )
     plan = Plan(bound([np.zeros_like(level.kv_lens) for level in levels]), rows, rules, tiling, max_kv_len=90)
     for _ in range(3):
         plan.update(list(bound([np.array([data.draw(lens_of) for _ in level.kv_lens]) for level in levels])))

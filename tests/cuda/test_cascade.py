@@ -72,7 +72,7 @@ def test_lengths_decide_the_tile_and_splits_of_a_prefix(batch, prefix, heads, ro
 
 @pytest.mark.parametrize(
     ("batch", "prefix", "keys", "items"),
-    [(64, 8192, 1408, 12), (16, 32768, 2240, 15), (64, 32768, 4736, 14), (256, 8192, 4096, 16)],
+    [(64, 1024, 512, 4), (64, 8192, 1664, 10), (16, 32768, 2240, 15), (64, 32768, 4736, 14), (256, 1024, 1024, 8)],
 )
 def test_tiles_that_fill_a_multiprocessor_leave_some_to_the_suffixes(batch, prefix, keys, items, monkeypatch):
     levels = levels_of(batch, prefix, 256, 8)
@@ -81,8 +81,23 @@ def test_tiles_that_fill_a_multiprocessor_leave_some_to_the_suffixes(batch, pref
 
 
 @pytest.mark.parametrize(
+    ("batch", "heads", "prefix", "keys", "rest"),
+    [(256, (32, 8), 8192, 6656, 1536), (256, (32, 8), 32768, 18560, 14208), (256, (32, 32), 32768, 26496, 6272)],
+)
+def test_tiles_that_would_fill_every_multiprocessor_become_shares_and_rests(
+    batch, heads, prefix, keys, rest, monkeypatch
+):  # fmt: skip
+    """Equal pieces would keep the suffixes out until all of them are done."""
+    plan = plan_of(monkeypatch, levels_of(batch, prefix, 256, heads[1]), heads[0], capability=(9, 0))
+    work = plan.work_list.work[plan.work_list.work[:, LEVEL] == 0]
+    found = work[:, KEY_END] - work[:, KEY_BEGIN]
+    tiles = batch * heads[0] // heads[1] // 128
+    assert sorted(found.tolist()) == [rest] * tiles + [keys] * tiles
+
+
+@pytest.mark.parametrize(
     ("batch", "prefix", "rows", "keys", "items"),
-    [(16, 32768, 16, 1152, 29), (16, 8192, 16, 512, 16), (16, 1024, DECODE, 256, 16), (17, 32768, PREFILL, 2240, 15)],
+    [(16, 32768, 16, 1152, 29), (16, 8192, 16, 448, 19), (16, 1024, DECODE, 256, 16), (17, 32768, PREFILL, 2240, 15)],
 )
 def test_rows_that_fit_a_warpgroup_get_two_blocks_of_each_multiprocessor(batch, prefix, rows, keys, items, monkeypatch):
     levels = levels_of(batch, prefix, 256, 8, head_dim=128)
