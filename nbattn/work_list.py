@@ -130,7 +130,7 @@ def most_work(
     for level, most_tokens in zip(levels, tile_tokens, strict=True):
         rows = np.diff(cuts[(cuts >= level.qo_indptr[0]) & (cuts <= level.qo_indptr[-1])])
         tiles = int((-(-rows // most_tokens)).sum())
-        tokens = min(most_tokens, int(rows.max(initial=0)))  # of the largest tile
+        tokens = min(most_tokens, int(np.diff(level.qo_indptr).max(initial=0)))  # of a tile that no other level cuts
         span = longest
         if level.causal and window_left >= 0:
             span = min(longest, window_left + tokens + KEY_ALIGNMENT)

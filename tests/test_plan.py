@@ -170,6 +170,18 @@ def test_a_lone_long_request_fits_a_plan_for_many():
     assert len(plan.work_list.work) > 8
 
 
+def test_a_cascade_planned_short_has_room_for_a_long_prefix():
+    """All rows share the prefix: each of its pieces is a state of every row, whatever the suffixes are cut into."""
+    table, pages = np.zeros((64, 256), np.int32), (zeros(1, 16, 1, DIM), zeros(1, 16, 1, DIM))
+    suffix = Level(PagedKV.from_block_table(*pages, table, np.full(64, 16)), np.arange(65), False)
+    short, long = (
+        Level(PagedKV.from_block_table(*pages, table[:1], np.array([n])), ints(0, 64), False) for n in (16, 4096)
+    )
+    plan = nbattn.plan([short, suffix], num_qo_heads=1, max_kv_len=4096)
+    plan.update([long, suffix])
+    assert plan.work_list.num_states > 2 * 64
+
+
 def test_a_plan_serves_many_layers_and_options():
     rng = np.random.default_rng(3)
     k = rng.normal(size=(3, 2, 9, 2, DIM)).astype(np.float32)  # layers
