@@ -214,7 +214,7 @@ def paged_kernels(
     rows = (pointers["position"], pointers["request"], pointers["index"])
     query, features = _query_values(device, q), _feature_values(device, options)
     result = result_values(device, (0, 0), out, lse, options)
-    beside = crowded = False
+    beside, crowded = False, _is_crowded(device, metadata, kvs[0].k.shape[2])
     for segment in metadata.segments:
         kv = kvs[segment.level]
         family, constants, pairs, shared_bytes = paged_specialisation(
@@ -234,6 +234,12 @@ def paged_kernels(
         lists = tuple(pointers[name] for name in ("merge rows", "merge indptr", "merge slots"))
         layout = metadata.num_merges, metadata.most_states, q.shape[1], kvs[0].k.shape[2]
         yield 0, merge_kernel(device, lists, (0, 0), layout, result, out)
+
+
+def _is_crowded(device: Any, metadata: PlanMetadata, num_kv_heads: int) -> bool:
+    """Return whether decode tiles of several launches are more than two blocks for each multiprocessor."""
+    items = [x.count * -(-x.pairs // DECODE_ROWS) for x in metadata.segments if x.tile == "decode"]
+    return len(items) > 1 and sum(items) * num_kv_heads > 2 * device.multiprocessors
 
 
 def run_gather(

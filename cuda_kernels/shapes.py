@@ -58,7 +58,7 @@ def decode_shared_bytes(head_dim: int, blocks_each: float, crowded: bool) -> int
     """Return the shared memory of the decode tile for so many blocks of each multiprocessor; None is what it needs.
 
     More makes two blocks fill a multiprocessor: three in one place are twice as slow as one in another, which only the
-    average over many waves evens out. There are many where it is `crowded`: others' blocks fill most multiprocessors.
+    average over many waves evens out. It is `crowded` where other launches' blocks take their places too.
     """
     return TWO_BLOCKS_BYTES if head_dim <= 128 and blocks_each < MANY_BLOCKS and not crowded else None
 

@@ -40,7 +40,7 @@ from nbattn.rotary import rope_planes
 SHARES_AT_A_TIME = 4  # the number of shares of work is a multiple of it
 BLOCKS_PER_MULTIPROCESSOR = 2  # of either tile but the warpgroups': see the register table of the tests
 MOST_DECODE_KEYS = 1000  # of a resident block; more keys that many rows share are faster on the prefill tile
-MOST_KEYS_BESIDE_WARPGROUPS = 200  # the same where the prefill tile multiplies by warpgroups
+MOST_KEYS_OF_WIDE, MOST_KEYS_OF_NARROW = 300, 200  # the same where two warpgroups or one multiply
 MOST_KEYS_BESIDE = 2  # of prefill tiles for each of decode tiles: beyond, prefill tiles fill the multiprocessors
 WIDE_KEY, NARROW_KEY = 1.5, 0.9  # what a key takes of two warpgroups and of one, over what it takes of a decode tile
 POSITIONS_AHEAD = 1 << 17  # most that planes of rotation are made for before a request stands there
@@ -87,14 +87,14 @@ def tiling(
     size = head_size_class(kv.kv_dtype, kv.head_dim_qk, kv.head_dim_vo)
     narrow = WARPGROUP_ROWS // group if is_hopper and wgmma_groups(size or 0, False, 0) == 1 else 0
     may_choose = few > 0 and len(levels) > 1 and split_size is None
-    most_keys = blocks * (MOST_KEYS_BESIDE_WARPGROUPS if is_hopper else MOST_DECODE_KEYS)
     tokens, few_keys, many_keys = [], 0, 0
     for level in levels:
         rows = level.qo_indptr[1:] - level.qo_indptr[:-1]
         longest = int(rows.max(initial=0))
         tile = max(1, min(few, longest))
         keys = _keys_of_tiles(rows, level.kv.kv_lens, tile)
-        if longest <= few or (may_choose and keys <= most_keys):
+        most_keys = MOST_KEYS_OF_NARROW if longest <= narrow else MOST_KEYS_OF_WIDE if is_hopper else MOST_DECODE_KEYS
+        if longest <= few or (may_choose and keys <= blocks * most_keys):
             few_keys += keys
         else:
             tile = narrow if longest <= narrow and split_size is None else many

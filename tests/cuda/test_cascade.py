@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from lent_device import LentDevice
 from small_problems import numbers, poisoned_cache
 
 import nbattn
 from nbattn import Level, oracle, testing
-from nbattn.cuda_kernels import shapes, target
+from nbattn.cuda_kernels import calls, shapes, target
 from nbattn.cuda_kernels.shapes import merge_team
 from nbattn.planning import Plan, PlanRules
 from nbattn.work_list import KEY_BEGIN, KEY_END, LEVEL, ROW_BEGIN, ROW_END
@@ -78,6 +79,28 @@ def test_tiles_that_fill_a_multiprocessor_leave_some_to_the_suffixes(batch, pref
     levels = levels_of(batch, prefix, 256, 8)
     plan = plan_of(monkeypatch, levels, 32, capability=(9, 0))
     assert shape_of(plan.work_list.work, 0) == (min(batch, PREFILL), keys, items)
+
+
+@pytest.mark.parametrize(
+    ("batch", "prefix", "tiles", "three"),
+    [
+        (16, 1024, "decode decode", False),  # two blocks a multiprocessor
+        (32, 1024, "decode decode", True),
+        (64, 1024, "prefill decode", True),
+        (16, 8192, "prefill decode", False),  # blocks of one warpgroup leave room by themselves
+    ],
+)
+def test_three_decode_blocks_share_a_multiprocessor_where_two_levels_crowd_it(batch, prefix, tiles, three, monkeypatch):
+    levels = levels_of(batch, prefix, 256, 8, head_dim=128)
+    plan = plan_of(monkeypatch, levels, 32, capability=(9, 0))
+    device = LentDevice()
+    device.multiprocessors, device.compute_capability = MULTIPROCESSORS, (9, 0)
+    metadata = target.PlanOnDevice(device, plan, levels).metadata
+    q = np.zeros((batch, 32, 128), np.float16)
+    options, kvs = calls.AttentionOptions(scale=1.0), [level.kv for level in levels]
+    kernels = [kernel for _, kernel in calls.paged_kernels(device, metadata, q, kvs, [0, 0], options, q, None)]
+    assert [segment.tile for segment in metadata.segments] == tiles.split()
+    assert [x.shared_bytes is None for x in kernels if x.family == "paged_decode"] == [three] * tiles.count("decode")
 
 
 @pytest.mark.parametrize(
