@@ -15,7 +15,7 @@ WARPS = 4
 
 
 def make(unit: int) -> Kernel:
-    """Return the kernel that copies `unit` bytes (1, 2, 4 or 16) at a time."""
+    """Return the kernel that copies `unit` bytes (1, 4 or 16) at a time."""
 
     @register_jitable
     def copy(target, source, count, lane):
@@ -25,8 +25,6 @@ def make(unit: int) -> Kernel:
                 ptx.store_4u32(target + int64(at), a, b, c, d)
             elif unit == 4:
                 ptx.store_u32(target + int64(at), ptx.load_u32(source + int64(at)))
-            elif unit == 2:
-                ptx.store_u16(target + int64(at), ptx.load_u16(source + int64(at)))
             else:
                 ptx.store_u8(target + int64(at), ptx.load_u8(source + int64(at)))
 

@@ -214,7 +214,7 @@ def paged_kernels(
     rows = (pointers["position"], pointers["request"], pointers["index"])
     query, features = _query_values(device, q), _feature_values(device, options)
     result = result_values(device, (0, 0), out, lse, options)
-    beside = False
+    beside, crowded = False, _is_crowded(device, metadata, kvs[0].k.shape[2])
     for segment in metadata.segments:
         kv = kvs[segment.level]
         family, constants, pairs, shared_bytes = paged_specialisation(
@@ -224,15 +224,22 @@ def paged_kernels(
         cluster = metadata.cluster if clustered else 1
         grid = (segment.count * kv.k.shape[2] * cluster, -(-segment.pairs // pairs), 1)
         if family == "paged_decode" and cluster == 1:
-            shared_bytes = decode_shared_bytes(constants["head_dim"], grid[0] * grid[1] / device.multiprocessors)
+            blocks_each = grid[0] * grid[1] / device.multiprocessors
+            shared_bytes = decode_shared_bytes(constants["head_dim"], blocks_each, crowded)
         cache_values = _cache_values(device, kv, tables[segment.level], q, options.scale)
         values = (segment.work, *rows, int(beside), *query, *cache_values, *features, *result)
         yield segment.level, KernelCall(family, constants, grid, values, shared_bytes, True, cluster)
-        beside = beside or all(grid)
+        beside, crowded = beside or all(grid), crowded or constants.get("groups") == 2
     if metadata.num_merges:
         lists = tuple(pointers[name] for name in ("merge rows", "merge indptr", "merge slots"))
         layout = metadata.num_merges, metadata.most_states, q.shape[1], kvs[0].k.shape[2]
         yield 0, merge_kernel(device, lists, (0, 0), layout, result, out)
+
+
+def _is_crowded(device: Any, metadata: PlanMetadata, num_kv_heads: int) -> bool:
+    """Return whether decode tiles of several launches are more than two blocks for each multiprocessor."""
+    items = [x.count * -(-x.pairs // DECODE_ROWS) for x in metadata.segments if x.tile == "decode"]
+    return len(items) > 1 and sum(items) * num_kv_heads > 2 * device.multiprocessors
 
 
 def run_gather(
@@ -312,19 +319,20 @@ def merge_kernel(
     head_dim = out.shape[2]
     width = CHUNK_BYTES // 4 if packed(device, out, head_dim, CHUNK_BYTES // 4) else 1
     listed = lists[0] != 0
-    lanes, groups, grid = merge_team(num_merges * heads, head_dim, width, device.multiprocessors, num_states, listed)
+    rows = num_merges * heads
+    constants, team, grid = merge_team(rows, head_dim, width, device.multiprocessors, num_states, listed)
     num_states = 0 if listed else num_states
     head_bytes = 4 * head_dim
     values = (
         *(states[0], num_states * heads * head_bytes, heads * head_bytes, head_bytes, 4, KINDS["float32"]),
         *(states[1], num_states * heads * 4, heads * 4, 4, KINDS["float32"]),
         *lists,
-        *(num_merges, num_states, heads, heads // kv_heads, head_dim, lanes, groups),
+        *(num_merges, num_states, heads, heads // kv_heads, head_dim, *team),
         *result[2:7],
         *(*result[7:10], KINDS["float32"], 1.0, result[10]),
         *result[11:],
     )
-    return KernelCall("merge_states", {"vector": width > 1}, grid, values, overlaps=True)
+    return KernelCall("merge_states", constants, grid, values, overlaps=True)
 
 
 def packed(device: Any, array: Array, head_dim: int, width: int) -> bool:
@@ -371,7 +379,7 @@ def run_append(
         bits |= device.address(array)
         for stride in array.strides[:-1]:
             bits |= stride
-    unit = next(size for size in (16, 4, 2, 1) if not bits % size)
+    unit = next(size for size in (16, 4, 1) if not bits % size)
     values = (
         *(device.address(key), *key.strides[:2], device.address(value), *value.strides[:2]),
         *(device.address(k), *k.strides[:3], device.address(v), *v.strides[:3]),

@@ -17,7 +17,7 @@ from nbattn.cuda_kernels.epilogue import EMPTY
 from nbattn.cuda_kernels.formats import BF16, F32, F64, store_number, unpack_bf16
 
 
-def make_chunk(vector: bool, count: int) -> SimpleNamespace:
+def make_chunk(vector: bool, count: int, most: int = 8) -> SimpleNamespace:
     """Return the steps of a lane that takes one chunk of each of `count` rows.
 
     Parameters
@@ -26,6 +26,8 @@ def make_chunk(vector: bool, count: int) -> SimpleNamespace:
         Chunks of 16 bytes, float32 log-sum-exps, strides below 2 GiB; else one number of any kind at any stride.
     count : int
         Rows whose chunks are held together, `WORDS` words each.
+    most : int
+        Numbers of 16 bytes: 4 if all are float32.
 
     Returns
     -------
@@ -41,7 +43,7 @@ def make_chunk(vector: bool, count: int) -> SimpleNamespace:
             load_lse_if=_load_any_lse_if, drop=_make_drop(count, 1), add=_make_add_one(count), store=_store_one,
         )  # fmt: skip
     return SimpleNamespace(
-        WIDTH=8, WORDS=4, width=_width, at=_near, load=_load, load_if=_load_if, load_lse=_load_lse,
+        WIDTH=most, WORDS=4, width=_width, at=_near, load=_load, load_if=_load_if, load_lse=_load_lse,
         load_lse_if=_load_lse_if, drop=_make_drop(count, 4), add=_make_add(count), store=_store,
     )  # fmt: skip
 

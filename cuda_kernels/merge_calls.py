@@ -52,14 +52,14 @@ def run_merge_views(
     if len(sources) > 1:
         steps = tuple(device.address(b) - device.address(a) for a, b in zip(sources[0], sources[1], strict=True))
     width = _width(device, [v, out], [s, lse], steps[0])
-    lanes, groups, grid = merge_team(rows * heads, head_dim, width, device.multiprocessors, len(sources))
+    constants, team, grid = merge_team(rows * heads, head_dim, width, device.multiprocessors, len(sources))
     values = (
         *(device.address(v), v.strides[0], steps[0], *v.strides[1:], kind_of(v.dtype)),
         *(device.address(s), s.strides[0], steps[1], s.strides[1], kind_of(s.dtype)),
-        *(0, 0, 0, rows, len(sources), heads, 1, head_dim, lanes, groups),
+        *(0, 0, 0, rows, len(sources), heads, 1, head_dim, *team),
         *(device.address(out), *out.strides, kind_of(out.dtype)),
         *(device.address(lse), *lse.strides, kind_of(lse.dtype)),
         *((LOG2E, LN2) if lse_base == "e" else (1.0, 1.0)),
         *(0, 0, 1.0, 0, 0, 0, 0, 0),
     )
-    device.launch("merge_states", {"vector": width > 1}, grid, values, overlaps=True)
+    device.launch("merge_states", constants, grid, values, overlaps=True)

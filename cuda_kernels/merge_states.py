@@ -1,12 +1,12 @@
 """Merge partial attention states: any number per row, each value read once.
 
 A lane takes a chunk of one (row, head)'s dimensions, a group of lanes a whole one, several groups its states. States
-go in batches of 8, whose loads are all under way before the first is used.
+go in batches, whose loads are all under way before the first is used.
 
-The engine's last step and the user's `merge_states` are the same kernel: the one names its states by lists of slots,
-the other by their place. Where there are lists, batch i belongs to stream ``i % 8``; however many groups share the
-streams, each is summed in its own order and the streams one after the other, so that the bits of a row depend on its
-own states alone.
+The user's `merge_states` and the engine's last step are two kernels of one function: the one's states stand at equal
+distances, the other's are float32 in slots that lists name. Of listed states, batch i belongs to stream ``i % 8``;
+however many groups share the streams, each is summed in its own order and the streams one after the other, so that the
+bits of a row depend on its own states alone.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.chunks import make_chunk
 from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY, finished, normalise
-from nbattn.cuda_kernels.formats import store_lse
+from nbattn.cuda_kernels.formats import F32, store_lse
 from nbattn.cuda_kernels.groups import Result
 from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
 from nbattn.cuda_kernels.rows import element
-from nbattn.cuda_kernels.shapes import MERGE_BATCH, MERGE_STREAMS, MERGE_THREADS
+from nbattn.cuda_kernels.shapes import CHUNK_BYTES, LINE_BYTES, MERGE_STREAMS, merge_shape
 from nbattn.indexing import idiv
 from nbattn.scoring import shift, state_weight
 
-THREADS, BATCH, STREAMS = MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS
+STREAMS = MERGE_STREAMS
+LINE = LINE_BYTES // CHUNK_BYTES  # lanes whose chunks share a line
 
 
 class States(NamedTuple):
@@ -47,23 +48,20 @@ class States(NamedTuple):
     slots: int
 
 
-def make_take_batch(chunk: SimpleNamespace, full: bool, listed: bool) -> Callable:
-    """Return the function that takes a batch of states: all of it exists if `full`, slots are given if `listed`."""
-    WIDTH, WORDS, BATCH_WORDS, at_index = chunk.WIDTH, chunk.WORDS, BATCH * chunk.WORDS, chunk.at
+def make_take_batch(chunk: SimpleNamespace, batch: int, full: bool) -> Callable:
+    """Return the function that takes `batch` states, all of which exist if `full`."""
+    WIDTH, WORDS, BATCH_WORDS, at_index = chunk.WIDTH, chunk.WORDS, batch * chunk.WORDS, chunk.at
     load, load_if, load_lse, load_lse_if = chunk.load, chunk.load_if, chunk.load_lse, chunk.load_lse_if
     drop, add = chunk.drop, chunk.add
 
     @register_jitable
     def take_batch(value, m, d_sum, at, count, slot, states):
-        """Take states ``at ... at + 7`` of `count` into a running sum; return its new maximum and denominator.
+        """Take states ``at, at + 1, ...`` of `count`, in the slots `slot`, into a running sum.
 
-        Where states are `listed`, they are in the slots `slot`, which is filled here otherwise.
+        Return its new maximum and denominator.
         """
-        score, words = cuda.local.array(BATCH, types.float32), cuda.local.array(BATCH_WORDS, types.uint32)
-        if not listed:
-            for j in range(BATCH):
-                slot[j] = int32(at + int32(j))
-        for j in range(BATCH):
+        score, words = cuda.local.array(batch, types.float32), cuda.local.array(BATCH_WORDS, types.uint32)
+        for j in range(batch):
             s_at = at_index(states.s, slot[j], states.s_step)
             v_at = at_index(states.v, slot[j], states.v_step)
             if full:
@@ -74,7 +72,7 @@ def make_take_batch(chunk: SimpleNamespace, full: bool, listed: bool) -> Callabl
                 score[j] = load_lse_if(s_at, states.s_kind, wanted)
                 load_if(words, j * WORDS, v_at, states.v_kind, wanted)
         top = m
-        for j in range(BATCH):
+        for j in range(batch):
             score[j] *= states.s_unit
             top = ptx.maximum(top, score[j])
         base = shift(top)
@@ -83,7 +81,7 @@ def make_take_batch(chunk: SimpleNamespace, full: bool, listed: bool) -> Callabl
             d_sum *= alpha
             for e in range(WIDTH):
                 value[e] = value[e] * alpha if alpha != float32(0) else float32(0)
-        for j in range(BATCH):
+        for j in range(batch):
             score[j] = state_weight(score[j], base)
             d_sum += score[j]
         drop(words, score)
@@ -93,11 +91,18 @@ def make_take_batch(chunk: SimpleNamespace, full: bool, listed: bool) -> Callabl
     return take_batch
 
 
-@register_jitable
-def find_slots(slot, at, count, states):
-    """Look up the slots of states ``at ... at + 7`` of `count`."""
-    for j in range(BATCH):
-        slot[j] = element(states.slots, min(int32(at + int32(j)), count - int32(1)))
+def make_find_slots(batch: int, always_listed: bool) -> Callable:
+    """Return the function that looks up the slots of a batch's states."""
+
+    @register_jitable
+    def find_slots(slot, at, count, states):
+        """Look up the slots of states ``at, at + 1, ...`` of `count`; without a list, a state is in its own place."""
+        for j in range(batch):
+            slot[j] = int32(min(int32(at + int32(j)), count - int32(1)))
+            if always_listed or states.slots != int64(0):
+                slot[j] = element(states.slots, slot[j])
+
+    return find_slots
 
 
 @register_jitable
@@ -136,45 +141,60 @@ def make_shelf(width: int) -> SimpleNamespace:
     return SimpleNamespace(put=put, fold=fold)
 
 
-def make(vector: bool) -> Kernel:
-    """Return the kernel; `vector`: chunks of 16 bytes, see `make_chunk`."""
-    chunk, shelf = make_chunk(vector, BATCH), make_shelf(8 if vector else 1)
-    WIDTH, width, store, put, fold = chunk.WIDTH, chunk.width, chunk.store, shelf.put, shelf.fold
-    take_full, take_some = make_take_batch(chunk, True, False), make_take_batch(chunk, False, False)
-    take_listed = make_take_batch(chunk, False, True)
-    PARTIALS = 4 * THREADS * WIDTH  # in shared memory, after the values
-    SHARED = PARTIALS + 8 * THREADS
+def make_sum_of_group(chunk: SimpleNamespace, batch: int) -> Callable:
+    """Return the function by which a group of lanes sums its share of states that stand at equal distances."""
+    WIDTH, take_full, take_some = chunk.WIDTH, make_take_batch(chunk, batch, True), make_take_batch(chunk, batch, False)
 
     @register_jitable
-    def sum_streams(value, count, group, groups, place, slot, states):
+    def sum_of_group(value, count, group, groups, place, slot, states):
+        """Sum batches `group`, ``group + groups``, ... into `value`; return their maximum and denominator."""
+        m, d_sum = EMPTY, float32(0)
+        for e in range(WIDTH):
+            value[e] = float32(0)
+        at = int32(group * int32(batch))
+        while at < count:
+            for j in range(batch):
+                slot[j] = int32(at + int32(j))
+            if at + int32(batch) <= count:
+                m, d_sum = take_full(value, m, d_sum, at, count, slot, states)
+            else:
+                m, d_sum = take_some(value, m, d_sum, at, count, slot, states)
+            at = int32(at + groups * int32(batch))
+            keep_rolled()
+        return m, d_sum
+
+    return sum_of_group
+
+
+def make_sum_of_streams(chunk: SimpleNamespace, shelf: SimpleNamespace, batch: int, find_slots: Callable) -> Callable:
+    """Return the function by which a group of lanes sums its streams of listed states."""
+    WIDTH, put, fold = chunk.WIDTH, shelf.put, shelf.fold
+    take_some = make_take_batch(chunk, batch, False)
+
+    @register_jitable
+    def sum_of_streams(value, count, group, groups, place, slot, states):
         """Sum a group's streams one after the other into `value`; return their maximum and denominator.
 
-        Of listed states, the first batch's slots are in `slot`; the next ones are looked up beside each batch.
+        The first batch's slots are in `slot`; the next ones are looked up beside each batch.
         """
         top, total = EMPTY, float32(0)
         for e in range(WIDTH):
             value[e] = float32(0)
-        streams = groups if states.slots == int64(0) else int32(STREAMS)
         stream = group
-        while stream < streams and stream * int32(BATCH) < count:
+        while stream < int32(STREAMS) and stream * int32(batch) < count:
             if stream != group:
                 put(place, value)
                 for e in range(WIDTH):
                     value[e] = float32(0)
             m, d_sum = EMPTY, float32(0)
-            at = int32(stream * int32(BATCH))
+            at = int32(stream * int32(batch))
             while at < count:
-                if states.slots != int64(0):
-                    m, d_sum = take_listed(value, m, d_sum, at, count, slot, states)
-                    next_at = int32(at + streams * int32(BATCH))
-                    next_at = next_at if next_at < count else int32((stream + groups) * int32(BATCH))
-                    if next_at < count:
-                        find_slots(slot, next_at, count, states)
-                elif at + int32(BATCH) <= count:
-                    m, d_sum = take_full(value, m, d_sum, at, count, slot, states)
-                else:
-                    m, d_sum = take_some(value, m, d_sum, at, count, slot, states)
-                at = int32(at + streams * int32(BATCH))
+                m, d_sum = take_some(value, m, d_sum, at, count, slot, states)
+                next_at = int32(at + int32(STREAMS * batch))
+                next_at = next_at if next_at < count else int32((stream + groups) * int32(batch))
+                if next_at < count:
+                    find_slots(slot, next_at, count, states)
+                at = int32(at + int32(STREAMS * batch))
                 keep_rolled()
             if stream == group:
                 top, total = m, d_sum
@@ -186,6 +206,30 @@ def make(vector: bool) -> Kernel:
             stream = int32(stream + groups)
             keep_rolled()
         return top, total
+
+    return sum_of_streams
+
+
+def make(vector: bool, listed: bool) -> Kernel:
+    """Return the kernel.
+
+    Parameters
+    ----------
+    vector : bool
+        Chunks of 16 bytes, see `make_chunk`.
+    listed : bool
+        States are in slots that lists name, and float32 if `vector`; else they stand at equal distances. Without
+        `vector` it serves both.
+    """
+    THREADS, BATCH, BLOCKS = merge_shape(listed)
+    ONE_KIND = vector and listed
+    chunk = make_chunk(vector, BATCH, 4 if ONE_KIND else 8)
+    shelf = make_shelf(chunk.WIDTH)
+    WIDTH, width, at, store, put, fold = chunk.WIDTH, chunk.width, chunk.at, chunk.store, shelf.put, shelf.fold
+    find_slots = make_find_slots(BATCH, vector)
+    sum_states = make_sum_of_streams(chunk, shelf, BATCH, find_slots) if listed else make_sum_of_group(chunk, BATCH)
+    PARTIALS = 4 * THREADS * WIDTH  # in shared memory, after the values
+    SHARED = PARTIALS + 8 * THREADS
 
     @register_jitable
     def sum_groups(value, top, total, shared, thread, group, groups, lane_bits):
@@ -208,9 +252,9 @@ def make(vector: bool) -> Kernel:
 
     def merge_states(
         v, v_row, v_state, v_head, v_dim, v_kind, s, s_row, s_state, s_head, s_kind, merge_rows, merge_indptr,
-        merge_slots, num_rows, num_states, num_heads, group_size, head_dim, lane_bits, group_bits, out, out_row,
-        out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_kind, s_unit, lse_unit, sinks, v_scale, v_unit, gate,
-        gate_row, gate_head, gate_dim, gate_kind,
+        merge_slots, num_rows, num_states, num_heads, group_size, head_dim, lane_bits, group_bits, asks_early, out,
+        out_row, out_head, out_dim, out_kind, lse, lse_row, lse_head, lse_kind, s_unit, lse_unit, sinks, v_scale,
+        v_unit, gate, gate_row, gate_head, gate_dim, gate_kind,
     ):  # fmt: skip
         thread, team_bits = int32(cuda.threadIdx.x), int32(lane_bits + group_bits)
         lanes, groups = int32(int32(1) << lane_bits), int32(int32(1) << group_bits)
@@ -227,6 +271,7 @@ def make(vector: bool) -> Kernel:
             count = int32(element(merge_indptr, place + int32(1)) - begin)
         count = count if row >= int32(0) else int32(0)
         slots = merge_slots + int64(begin) * int64(4) if merge_slots != int64(0) else int64(0)
+        v_kind, s_kind = (int32(F32), int32(F32)) if ONE_KIND else (v_kind, s_kind)
         v += int64(head) * v_head + (int64(row) * v_row if merge_rows == int64(0) else int64(0))
         s += int64(head) * s_head + (int64(row) * s_row if merge_rows == int64(0) else int64(0))
         result = Result(num_heads, head_dim, int64(0), int64(0), out, out_row, out_head, out_dim, out_kind, lse,
@@ -242,10 +287,14 @@ def make(vector: bool) -> Kernel:
         states = States(v + int64(dim) * v_dim, v_state, v_kind, s, s_state, s_kind, s_unit, slots)
         place, slot = shared + thread * int32(4 * WIDTH), cuda.local.array(BATCH, types.int32)
         ptx.let_next_start()  # what comes next waits for this merge, and so for what this one waits for
-        if slots != int64(0) and group * int32(BATCH) < count:
+        if listed and group * int32(BATCH) < count:
             find_slots(slot, group * int32(BATCH), count, states)
+        if not listed and asks_early != int32(0) and group * int32(BATCH) < count:
+            # of the lanes whose chunks share a line, each asks for another state's
+            early = int32(min(group * int32(BATCH) + (lane & int32(LINE - 1)), count - int32(1)))
+            ptx.prefetch(at(states.v, early, v_state))
         ptx.wait_for_earlier()  # the plan's lists are there before, the states are not
-        top, total = sum_streams(value, count, group, groups, place, slot, states)
+        top, total = sum_states(value, count, group, groups, place, slot, states)
         if groups > int32(1):
             top, total = sum_groups(value, top, total, shared, thread, group, groups, lane_bits)
         if group == int32(0) and inside:
@@ -262,4 +311,4 @@ def make(vector: bool) -> Kernel:
             if dim == int32(0) and lse != int64(0):
                 store_lse(lse + int64(row) * lse_row + int64(head) * lse_head, lse_kind, row_lse * lse_unit)
 
-    return Kernel(merge_states, THREADS, 3, SHARED)
+    return Kernel(merge_states, THREADS, BLOCKS, SHARED)

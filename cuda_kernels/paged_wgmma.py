@@ -3,7 +3,7 @@
 A block takes 128 (row, head) pairs of one work item and KV head, 64 a warpgroup. Where items have no more than 64, it
 is one warpgroup, and two blocks share a multiprocessor. q stays in shared memory. The last warpgroup copies K and V,
 two warps each, into rings of their own, and gives most of its registers to the others. Those multiply a tile of keys
-by q together with the values of the tile before, and do not wait for each other.
+by q together with the values of the tile before; two take turns at it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
     BITS = max(V_RING + STAGES * TILE, ROWS * PITCH)  # accumulators take the place of q, K and V
     BARRIERS = BITS + 4 * 4 * WORDS  # of four tiles: three are in use
     OF_VALUES, USED = 16, 32  # from the barriers of K to those of V, and from full ones to empty ones
-    PARTIALS = BARRIERS + 64
+    TURN = 64  # from there to the two barriers of warpgroups' turns
+    PARTIALS = BARRIERS + 80
     LIMITS = PARTIALS + ROWS * 8
     SCRATCH = LIMITS + ROWS * LIMITS_BYTES
     SHARED = SCRATCH + WARPS * 1024
@@ -110,6 +111,18 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
             rings.arrive_at_barrier(barriers + int32(USED) + (j & int32(1)) * int32(8))
 
     @register_jitable
+    def take_turn(barriers, j, warp):
+        """Wait for the warpgroup's turn to multiply by tile j of K: one makes weights while the other multiplies."""
+        if groups == 2:
+            rings.wait_at_barrier(barriers + int32(TURN) + (warp & int32(4)) * int32(2), j & int32(1))
+
+    @register_jitable
+    def end_turn(barriers, warp, lane):
+        """Let the other warpgroup multiply."""
+        if groups == 2 and lane == int32(0):
+            rings.arrive_at_barrier(barriers + int32(TURN) + (warp & int32(4) ^ int32(4)) * int32(2))
+
+    @register_jitable
     def give_weights(s, m, d_sum, alphas, bits_at, key0, limits, lane, all_low, all_high, key_position, rules):
         """Turn products into weights; return (whether maxima rise, whether a row drops a key whose value is there)."""
         first, end = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int32)
@@ -148,12 +161,14 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
 
     @register_jitable
     def weights_alone(
-        s, p, o, m, d_sum, j, key_begin, sides, lane, limits, all_low, all_high, key_position, rules
+        s, p, o, m, d_sum, j, key_begin, sides, warp, lane, limits, all_low, all_high, key_position, rules
     ):  # fmt: skip
         """Multiply and weigh tile j while no other product is under way; return as `give_weights`, the second."""
         alphas = cuda.local.array(LANE_ROWS, types.float32)
         arrived(sides.barriers, j)
+        take_turn(sides.barriers, j, warp)
         multiply_keys(s, sides.query, sides.keys + stage(j))
+        end_turn(sides.barriers, warp, lane)
         wait_for_products()
         hold_scores(s)
         give_back(sides.barriers, j, lane)
@@ -173,7 +188,7 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
         """Take in all tiles: while a tile's values are multiplied, the next one's products become weights."""
         alphas, j, of_values = cuda.local.array(LANE_ROWS, types.float32), int32(0), sides.barriers + int32(OF_VALUES)
         while j < tiles:
-            dropped = weights_alone(s, p, o, m, d_sum, j, key_begin, sides, lane, limits, all_low, all_high,
+            dropped = weights_alone(s, p, o, m, d_sum, j, key_begin, sides, warp, lane, limits, all_low, all_high,
                                     key_position, rules)  # fmt: skip
             goes_on, taken = True, False
             while goes_on:
@@ -185,9 +200,11 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
                 goes_on = not taken and int32(j + int32(1)) < tiles
                 if goes_on:
                     arrived(sides.barriers, int32(j + int32(1)))
+                    take_turn(sides.barriers, int32(j + int32(1)), warp)
                     multiply_keys(s, sides.query, sides.keys + stage(int32(j + int32(1))))
                     arrived(of_values, j)
                     multiply_values(o, p, sides.values + stage(j))
+                    end_turn(sides.barriers, warp, lane)
                     j = int32(j + int32(1))
                     wait_for_scores()
                     hold_scores(s)
@@ -245,6 +262,8 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
         barriers = shared + int32(BARRIERS)
         if thread < int32(8):  # two stages: of K and V there, of K and V used
             rings.init_barrier(barriers + thread * int32(8), int32(2 if thread < int32(4) else 4 * groups))
+        elif groups == 2 and thread < int32(10):
+            rings.init_barrier(barriers + thread * int32(8), int32(4))  # a warpgroup's turn
         if not beside:  # plans are copied to the device; what else is read may be a kernel's result
             ptx.wait_for_earlier()
         ptx.let_next_start()
@@ -273,6 +292,8 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
             _, _, all_low, all_high = keys_of_warp(first[0], end[0])
             publish_writes()
             any_of_group(int32(0), int32(1) + (warp >> int32(2)))
+            if warp >= int32(4):
+                end_turn(barriers, warp, lane)  # the first turn is the other one's
             s, p = cuda.local.array(S_NUMBERS, types.float32), cuda.local.array(P_WORDS, types.uint32)
             o = cuda.local.array(O_NUMBERS, types.float32)
             m, d_sum = cuda.local.array(LANE_ROWS, types.float32), cuda.local.array(LANE_ROWS, types.float32)

@@ -96,6 +96,7 @@ PARAMETERS: dict[str, Parameters] = {
     i64: merge_rows merge_indptr merge_slots   # int32; 0: row r is the merge of its num_states states
     i32: num_rows num_states num_heads group_size head_dim
     i32: lane_bits group_bits              # log2 of a row's lanes, and of the groups of lanes that share it
+    i32: asks_early                        # whether blocks ask for their first states before they wait
     i64: out out_row out_head out_dim
     i32: out_kind
     i64: lse lse_row lse_head

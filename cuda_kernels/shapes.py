@@ -16,11 +16,10 @@ CLUSTERED_BYTES = 1 << 16  # of K and V for each block; with more, a cluster's u
 TWO_BLOCKS_BYTES = 80 * 1024  # of shared memory, which a third block finds no room for
 MANY_BLOCKS = 7  # of a multiprocessor, one after another
 PLAIN_WARPS, PLAIN_BLOCKS = 4, 4  # of a block, of a multiprocessor
-MERGE_THREADS, MERGE_BATCH, MERGE_STREAMS = 256, 8, 8  # see merge_states
+MERGE_STREAMS = 8  # of listed states; most groups of lanes that share a row
 PAIR_THREADS, PAIR_BLOCKS, PAIR_TASKS = 512, 4, 1  # blocks of a multiprocessor; see merge_pair
 CHUNK_BYTES = 16  # that a lane of a merge takes at a time, where rows are packed and aligned
 LINE_BYTES = 128  # of the L2 cache
-BUSY_THREADS = 768  # that reside on a multiprocessor, see the register table
 LARGEST_HEAD = 8192  # of the plain path: q and four accumulators fill a multiprocessor's shared memory
 
 
@@ -55,13 +54,13 @@ def decode_shape(cache: str, head_dim: int) -> DecodeShape:
     return DecodeShape(16 if row_bytes > 128 else 32, 4, 2, 3 if head_dim <= 128 else 2)
 
 
-def decode_shared_bytes(head_dim: int, blocks_each: float) -> int | None:
+def decode_shared_bytes(head_dim: int, blocks_each: float, crowded: bool) -> int | None:
     """Return the shared memory of the decode tile for so many blocks of each multiprocessor; None is what it needs.
 
     More makes two blocks fill a multiprocessor: three in one place are twice as slow as one in another, which only the
-    average over many waves evens out.
+    average over many waves evens out. It is `crowded` where other launches' blocks take their places too.
     """
-    return TWO_BLOCKS_BYTES if head_dim <= 128 and blocks_each < MANY_BLOCKS else None
+    return TWO_BLOCKS_BYTES if head_dim <= 128 and blocks_each < MANY_BLOCKS and not crowded else None
 
 
 class GatherShape(NamedTuple):
@@ -116,10 +115,26 @@ def lane_bits(head_dim: int, width: int) -> int:
     return (-(-head_dim // width) - 1).bit_length()
 
 
+class MergeShape(NamedTuple):
+    """Threads of a block, states that a lane takes at a time, and blocks that reside on a multiprocessor."""
+
+    threads: int
+    batch: int
+    blocks: int
+
+
+def merge_shape(listed: bool) -> MergeShape:
+    """Return how blocks of a merge are laid out, by whether its states are listed."""
+    return MergeShape(256, 4, 4) if listed else MergeShape(128, 8, 6)
+
+
 def merge_team(
     rows: int, head_dim: int, width: int, multiprocessors: int, num_states: int, listed: bool = False
-) -> tuple[int, int, tuple[int, int, int]]:
-    """Return (log2 of a row's lanes, log2 of the groups of lanes that share a row's states, grid) of a merge.
+) -> tuple[dict[str, bool], tuple[int, int, int], tuple[int, int, int]]:
+    """Return a merge's constants, how its blocks are shared out and the grid.
+
+    The second are log2 of a row's lanes, log2 of the groups of lanes that share a row's states, and 1 if blocks ask for
+    their first states early, which helps where all are resident at once.
 
     Parameters
     ----------
@@ -132,21 +147,23 @@ def merge_team(
     listed : bool
         Groups take whole streams: one each, or one group takes all. The sum's order is then the same.
     """
+    listed = listed or width == 1  # one kernel serves both where memory is not packed
+    threads, batch, blocks = merge_shape(listed)
     bits = min(5, lane_bits(head_dim, width))
-    resident, batches = multiprocessors * BUSY_THREADS, ceil(num_states / MERGE_BATCH)
+    resident, batches = multiprocessors * blocks * threads, ceil(num_states / batch)
     if listed:
         group_bits = (max(1, min(batches, MERGE_STREAMS)) - 1).bit_length()
         waves = ceil((rows << bits + group_bits) / resident)
         if waves > max(1, batches // 2):  # then one batch after the other is faster than one wave after the other
             group_bits = 0
-    elif batches <= 1 or rows << bits >= resident:
+    elif batches <= 1 or rows << bits >= 2 * resident:
         group_bits = 0
-    else:  # a block a multiprocessor, unless a group then takes more than two batches
-        few = max(0, (MERGE_THREADS * multiprocessors // max(1, rows << bits)).bit_length() - 1)
-        group_bits = few if batches <= 2 << few else (batches - 1).bit_length()
-        group_bits = min(group_bits, MERGE_STREAMS.bit_length() - 1)
-    grid = ceil(rows / (MERGE_THREADS >> (bits + group_bits))), ceil(head_dim / (width << bits)), 1
-    return bits, group_bits, grid
+    else:  # two blocks a multiprocessor, or four groups where each would take more than two batches
+        few = max(0, (2 * threads * multiprocessors // max(1, rows << bits)).bit_length() - 1)
+        group_bits = few if batches <= 2 << few else min(2, (batches - 1).bit_length())
+        group_bits = min(group_bits, (threads >> bits).bit_length() - 1)
+    grid = ceil(rows / (threads >> (bits + group_bits))), ceil(head_dim / (width << bits)), 1
+    return {"vector": width > 1, "listed": listed}, (bits, group_bits, int(rows << bits + group_bits <= resident)), grid
 
 
 def specialisations(compute_capability: tuple[int, int]) -> list[tuple[str, dict[str, str | int | bool]]]:
@@ -167,7 +184,8 @@ def specialisations(compute_capability: tuple[int, int]) -> list[tuple[str, dict
                         continue
                     for groups in sorted({wgmma_groups(size, full, pairs) for pairs in (1, PREFILL_ROWS)}):
                         found.append((family, {**constants, "groups": groups}))
-    for vector in (False, True):
-        found += [("merge_states", {"vector": vector}), ("merge_pair", {"vector": vector})]
-    found += [("append_rows", {"unit": unit}) for unit in (1, 2, 4, 16)]
+    found += [("merge_pair", {"vector": vector}) for vector in (False, True)]
+    for vector, listed in ((False, True), (True, True), (True, False)):
+        found.append(("merge_states", {"vector": vector, "listed": listed}))
+    found += [("append_rows", {"unit": unit}) for unit in (1, 4, 16)]
     return [*found, ("prepare_query", {})]

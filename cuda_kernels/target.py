@@ -40,9 +40,9 @@ from nbattn.rotary import POSITIONS_AHEAD, planes_for, turned_interval, turned_r
 SHARES_AT_A_TIME = 4  # the number of shares of work is a multiple of it
 BLOCKS_PER_MULTIPROCESSOR = 2  # of either tile but the warpgroups': see the register table of the tests
 MOST_DECODE_KEYS = 1000  # of a resident block; more keys that many rows share are faster on the prefill tile
-MOST_KEYS_OF_FEW = 200  # the same for rows that fit one warpgroup
+MOST_KEYS_OF_WIDE, MOST_KEYS_OF_NARROW = 300, 200  # the same where two warpgroups or one multiply
 MOST_KEYS_BESIDE = 2  # of prefill tiles for each of decode tiles: beyond, prefill tiles fill the multiprocessors
-WIDE_KEY, NARROW_KEY = 1.8, 1.2  # what a key takes of two warpgroups and of one, over what it takes of a decode tile
+WIDE_KEY, NARROW_KEY = 1.5, 0.9  # what a key takes of two warpgroups and of one, over what it takes of a decode tile
 
 _devices: dict[int, Device] = {}
 _planes_on_device: dict[tuple, tuple[np.ndarray, Array, Array]] = {}
@@ -92,8 +92,8 @@ def tiling(
         longest = int(rows.max(initial=0))
         tile = max(1, min(few, longest))
         keys = _keys_of_tiles(rows, level.kv.kv_lens, tile)
-        most_keys = blocks * (MOST_KEYS_OF_FEW if longest <= narrow else MOST_DECODE_KEYS)
-        if longest <= few or (may_choose and keys <= most_keys):
+        most_keys = MOST_KEYS_OF_NARROW if longest <= narrow else MOST_KEYS_OF_WIDE if is_hopper else MOST_DECODE_KEYS
+        if longest <= few or (may_choose and keys <= blocks * most_keys):
             few_keys += keys
         else:
             tile = narrow if longest <= narrow and split_size is None else many
@@ -102,8 +102,10 @@ def tiling(
     if len(levels) == 1 and longest <= few:
         return _decode_tiling(levels[0].kv, int(np.count_nonzero(rows)), tile, few, split_size, max_kv_len)
     groups = 0 if not is_hopper else 2 if max(tokens) > narrow else 1
-    shares, many_shares = (max(1, round(blocks * part)) for part in _parts_of_wave(few_keys, many_keys, groups))
-    return Tiling(tuple(tokens), shares, few, many_shares)
+    shares, many_shares = (max(1.0, blocks * part) for part in _parts_of_wave(few_keys, many_keys, groups))
+    if groups < 2 or few_keys == 0:
+        return Tiling(tuple(tokens), round(shares), few, round(many_shares))
+    return Tiling(tuple(tokens), round(shares), few, many_shares, wave=blocks / 2)
 
 
 def _decode_tiling(
@@ -137,9 +139,11 @@ def _parts_of_wave(few_keys: int, many_keys: int, groups: int) -> tuple[float, f
     if many_keys == 0 or few_keys == 0:
         return 1.0, 0.5 if groups == 2 else 1.0
     if groups == 2:
-        return 1.0, max(0.25, 0.5 * _share_of_time(many_keys * WIDE_KEY, few_keys))
+        return 1.0, 0.5 * _share_of_time(many_keys * WIDE_KEY, few_keys)
+    if groups == 1 and many_keys > few_keys:
+        return 0.5, _share_of_time(many_keys * NARROW_KEY, few_keys)
     if many_keys > MOST_KEYS_BESIDE * few_keys:
-        return 0.5, _share_of_time(many_keys * NARROW_KEY, few_keys) if groups == 1 else 1.0
+        return 0.5, 1.0
     return 1.0, 0.25 if many_keys <= few_keys / 4 else 0.5
 
 

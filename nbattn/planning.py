@@ -35,24 +35,29 @@ class Tiling:
         Most query rows of one item, for each level.
     shares : int
         How many items the work should make, see `build_work`.
-    few_tokens, many_shares : int
-        Rows up to which an item belongs to one kernel, and the shares of the others', see `build_work`.
+    few_tokens : int
+        Rows up to which an item belongs to one kernel, see `build_work`.
+    many_shares : float
+        The shares of the others' work.
     cluster : int
         Blocks that work on one item together (CUDA).
+    wave : float
+        How many of the others' items run at a time, or 0, see `build_work`.
     """
 
     tokens: tuple[int, ...]
     shares: int
     few_tokens: int = 0
-    many_shares: int = 0
+    many_shares: float = 0
     cluster: int = 1
+    wave: float = 0
 
     @property
     def cuts(self) -> dict[str, Any]:
         """The arguments of `build_work` and `most_work`."""
         return {
             "tile_tokens": self.tokens, "shares": self.shares, "few_tokens": self.few_tokens,
-            "many_shares": self.many_shares,
+            "many_shares": self.many_shares, "wave": self.wave,
         }  # fmt: skip
 
 

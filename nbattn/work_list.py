@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 
 import numpy as np
 
@@ -24,6 +25,8 @@ GATHER_COLUMNS = 6
 
 KEY_ALIGNMENT = 16  # a range trimmed by a window starts at a whole block of keys, so values do not depend on the tile
 SMALLEST_SPLIT = 64  # keys; below it a state costs more than it saves
+LONGEST_SHARE = 1.05  # of a share: what an item may take to stay whole beside others
+MOST_OF_WAVE = 0.75  # that leaves room to the others
 SHARES_PER_THREAD = 4  # that a CPU thread should find when the split size is automatic
 
 _NO_ROWS, _NO_ENDS = np.zeros(0, np.int32), np.zeros(1, np.int32)  # of a list without merges, and its indptr
@@ -59,7 +62,8 @@ def build_work(
     tile_tokens: Sequence[int],
     shares: int = 1,
     few_tokens: int = 0,
-    many_shares: int = 0,
+    many_shares: float = 0,
+    wave: float = 0,
 ) -> WorkList:
     """Cut every level's rows into tiles and their keys into splits.
 
@@ -76,16 +80,20 @@ def build_work(
     shares : int
         How many items of equal cost the work would make; an item of more than one share is cut. An item costs its keys
         times its rows.
-    few_tokens, many_shares : int
+    few_tokens : int
+    many_shares : float
         If not 0, items of up to `few_tokens` rows belong to one kernel and larger ones to another, whose work is to
         make `many_shares`. Each takes a tile of rows as fast as one row: an item costs its keys.
+    wave : float
+        How many larger items run at a time beside the others, where that matters. If equal pieces would leave others
+        little room, larger items are cut into whole shares and a rest that ends early.
     """
     runs = [_runs_of_level(i, level, places, tile_tokens[i]) for i, level in enumerate(levels)]
     items = runs[0] if len(runs) == 1 else np.concatenate(runs, axis=1)
     if window_left >= 0 or chunk_size > 0 or not places.all_last:
         _trim(items, places.row_position, window_left, chunk_size)
     whole = _only(items, items[KEY_END] > items[KEY_BEGIN])
-    items = _split(whole, split_size, shares, max(tile_tokens), few_tokens, many_shares)
+    items = _split(whole, split_size, shares, max(tile_tokens), few_tokens, many_shares, wave)
     cost = items[KEY_END] - items[KEY_BEGIN]
     max_tokens, num_rows = 1, items.shape[1]
     if len(levels) > 1 or levels[0].rows[1] is not None:
@@ -109,7 +117,8 @@ def most_work(
     tile_tokens: Sequence[int],
     shares: int = 1,
     few_tokens: int = 0,
-    many_shares: int = 0,
+    many_shares: float = 0,
+    wave: float = 0,
 ) -> dict[str, int]:
     """Return upper bounds of `WorkList.sizes` over all lengths up to `longest` with the levels' offsets.
 
@@ -121,12 +130,12 @@ def most_work(
     for level, most_tokens in zip(levels, tile_tokens, strict=True):
         rows = np.diff(cuts[(cuts >= level.qo_indptr[0]) & (cuts <= level.qo_indptr[-1])])
         tiles = int((-(-rows // most_tokens)).sum())
-        tokens = min(most_tokens, int(rows.max(initial=0)))  # of the largest tile
+        tokens = min(most_tokens, int(np.diff(level.qo_indptr).max(initial=0)))  # of a tile that no other level cuts
         span = longest
         if level.causal and window_left >= 0:
             span = min(longest, window_left + tokens + KEY_ALIGNMENT)
         if split_size is None:
-            more = min(shares + many_shares, tiles * max(0, longest // SMALLEST_SPLIT - 1))
+            more = min(shares + ceil(many_shares), tiles * max(0, longest // SMALLEST_SPLIT - 1))
         else:
             more = tiles * ((span - 1) // split_size + 1 if span else 0)
         items += tiles + more
@@ -225,7 +234,7 @@ def _visible_keys(
 
 def _split(
     items: np.ndarray, split_size: int | None, shares: int, most_tokens: int = 1, few_tokens: int = 0,
-    many_shares: int = 0,
+    many_shares: float = 0, wave: float = 0,
 ) -> np.ndarray:  # fmt: skip
     """Cut the items' key ranges at multiples of the split size; an item has up to `most_tokens` rows."""
     begins, ends = items[KEY_BEGIN], items[KEY_END]
@@ -240,11 +249,15 @@ def _split(
             share = max(int(cost.sum()) / max(1, shares), 1.0)
             if cost.max(initial=0) / share - 0.25 <= 1:  # a little more than one share stays whole
                 return items
-        pieces = np.ceil(cost / share - 0.25).astype(np.int64)
-        pieces = np.minimum(pieces, lengths // SMALLEST_SPLIT)
+        pieces = np.ceil(cost / share - 0.25)
+        if few is not None and wave:
+            pieces = np.where(few, pieces, np.ceil(cost / (share * LONGEST_SHARE)))
+        pieces = np.minimum(pieces.astype(np.int64), lengths // SMALLEST_SPLIT)
         if pieces.max() <= 1:
             return items
         size = -(-lengths // np.maximum(pieces, 1))
+        if few is not None and wave and pieces[~few].sum() > MOST_OF_WAVE * wave:
+            size = np.where(few, size, np.maximum(size, np.ceil(share).astype(np.int64)))
         size = -(-size // SMALLEST_SPLIT) * SMALLEST_SPLIT
         origin = begins
     else:

@@ -55,7 +55,8 @@ options_of = st.fixed_dictionaries(
         "tile_tokens": st.tuples(*[st.sampled_from([1, 2, 7, 64])] * 3),
         "shares": st.sampled_from([1, 3, 40]),
         "few_tokens": st.sampled_from([0, 1, 4]),
-        "many_shares": st.sampled_from([1, 3, 20]),
+        "many_shares": st.sampled_from([1, 2.4, 20]),
+        "wave": st.sampled_from([0, 1.5, 16.5]),
     }
 )
 
@@ -150,7 +151,9 @@ def test_a_plan_has_room_for_all_lengths_up_to_its_longest(cascade, options, dat
     causal = tuple(level.causal for level in levels)
     rules = PlanRules(1, 1, causal, options["window_left"], options["chunk_size"], options["split_size"])
     options = of_levels(options, levels)
-    tiling = Tiling(options["tile_tokens"], options["shares"], options["few_tokens"], options["many_shares"])
+    tiling = Tiling(
+        options["tile_tokens"], options["shares"], options["few_tokens"], options["many_shares"], wave=options["wave"]
+    )
     plan = Plan(bound([np.zeros_like(level.kv_lens) for level in levels]), rows, rules, tiling, max_kv_len=90)
     for _ in range(3):
         plan.update(list(bound([np.array([data.draw(lens_of) for _ in level.kv_lens]) for level in levels])))
@@ -165,6 +168,18 @@ def test_a_lone_long_request_fits_a_plan_for_many():
     plan = nbattn.plan(short, num_qo_heads=1, max_kv_len=4096)
     plan.update(skewed)
     assert len(plan.work_list.work) > 8
+
+
+def test_a_cascade_planned_short_has_room_for_a_long_prefix():
+    """All rows share the prefix: each of its pieces is a state of every row, whatever the suffixes are cut into."""
+    table, pages = np.zeros((64, 256), np.int32), (zeros(1, 16, 1, DIM), zeros(1, 16, 1, DIM))
+    suffix = Level(PagedKV.from_block_table(*pages, table, np.full(64, 16)), np.arange(65), False)
+    short, long = (
+        Level(PagedKV.from_block_table(*pages, table[:1], np.array([n])), ints(0, 64), False) for n in (16, 4096)
+    )
+    plan = nbattn.plan([short, suffix], num_qo_heads=1, max_kv_len=4096)
+    plan.update([long, suffix])
+    assert plan.work_list.num_states > 2 * 64
 
 
 def test_a_plan_serves_many_layers_and_options():

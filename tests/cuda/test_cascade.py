@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from lent_device import LentDevice
 from small_problems import numbers, poisoned_cache
 
 import nbattn
 from nbattn import Level, oracle, testing
-from nbattn.cuda_kernels import shapes, target
+from nbattn.cuda_kernels import calls, shapes, target
 from nbattn.cuda_kernels.shapes import merge_team
 from nbattn.planning import Plan, PlanRules
 from nbattn.work_list import KEY_BEGIN, KEY_END, LEVEL, ROW_BEGIN, ROW_END
@@ -72,7 +73,7 @@ def test_lengths_decide_the_tile_and_splits_of_a_prefix(batch, prefix, heads, ro
 
 @pytest.mark.parametrize(
     ("batch", "prefix", "keys", "items"),
-    [(64, 8192, 1408, 12), (16, 32768, 2240, 15), (64, 32768, 4736, 14), (256, 8192, 4096, 16)],
+    [(64, 1024, 512, 4), (64, 8192, 1664, 10), (16, 32768, 2240, 15), (64, 32768, 4736, 14), (256, 1024, 1024, 8)],
 )
 def test_tiles_that_fill_a_multiprocessor_leave_some_to_the_suffixes(batch, prefix, keys, items, monkeypatch):
     levels = levels_of(batch, prefix, 256, 8)
@@ -81,8 +82,45 @@ def test_tiles_that_fill_a_multiprocessor_leave_some_to_the_suffixes(batch, pref
 
 
 @pytest.mark.parametrize(
+    ("batch", "prefix", "tiles", "three"),
+    [
+        (16, 1024, "decode decode", False),  # two blocks a multiprocessor
+        (32, 1024, "decode decode", True),
+        (64, 1024, "prefill decode", True),
+        (16, 8192, "prefill decode", False),  # blocks of one warpgroup leave room by themselves
+    ],
+)
+def test_three_decode_blocks_share_a_multiprocessor_where_two_levels_crowd_it(batch, prefix, tiles, three, monkeypatch):
+    levels = levels_of(batch, prefix, 256, 8, head_dim=128)
+    plan = plan_of(monkeypatch, levels, 32, capability=(9, 0))
+    device = LentDevice()
+    device.multiprocessors, device.compute_capability = MULTIPROCESSORS, (9, 0)
+    metadata = target.PlanOnDevice(device, plan, levels).metadata
+    q = np.zeros((batch, 32, 128), np.float16)
+    options, kvs = calls.AttentionOptions(scale=1.0), [level.kv for level in levels]
+    kernels = [kernel for _, kernel in calls.paged_kernels(device, metadata, q, kvs, [0, 0], options, q, None)]
+    assert [segment.tile for segment in metadata.segments] == tiles.split()
+    assert [x.shared_bytes is None for x in kernels if x.family == "paged_decode"] == [three] * tiles.count("decode")
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "prefix", "keys", "rest"),
+    [(256, (32, 8), 8192, 6656, 1536), (256, (32, 8), 32768, 18560, 14208), (256, (32, 32), 32768, 26496, 6272)],
+)
+def test_tiles_that_would_fill_every_multiprocessor_become_shares_and_rests(
+    batch, heads, prefix, keys, rest, monkeypatch
+):  # fmt: skip
+    """Equal pieces would keep the suffixes out until all of them are done."""
+    plan = plan_of(monkeypatch, levels_of(batch, prefix, 256, heads[1]), heads[0], capability=(9, 0))
+    work = plan.work_list.work[plan.work_list.work[:, LEVEL] == 0]
+    found = work[:, KEY_END] - work[:, KEY_BEGIN]
+    tiles = batch * heads[0] // heads[1] // 128
+    assert sorted(found.tolist()) == [rest] * tiles + [keys] * tiles
+
+
+@pytest.mark.parametrize(
     ("batch", "prefix", "rows", "keys", "items"),
-    [(16, 32768, 16, 1152, 29), (16, 8192, 16, 512, 16), (16, 1024, DECODE, 256, 16), (17, 32768, PREFILL, 2240, 15)],
+    [(16, 32768, 16, 1152, 29), (16, 8192, 16, 448, 19), (16, 1024, DECODE, 256, 16), (17, 32768, PREFILL, 2240, 15)],
 )
 def test_rows_that_fit_a_warpgroup_get_two_blocks_of_each_multiprocessor(batch, prefix, rows, keys, items, monkeypatch):
     levels = levels_of(batch, prefix, 256, 8, head_dim=128)
@@ -145,9 +183,10 @@ def test_a_row_has_the_same_bits_however_many_groups_share_its_states(lent, monk
     rng = np.random.default_rng(9)
     kv, q = poisoned_cache(rng, [330, 40]), numbers(rng, (2, 4, 64), "bfloat16")
     results = []
-    for busy, groups in ((shapes.BUSY_THREADS, 4), (1, 1)):
-        monkeypatch.setattr(shapes, "BUSY_THREADS", busy)
-        assert 1 << merge_team(8, 64, 4, lent.multiprocessors, 21, listed=True)[1] == groups
+    whole = shapes.merge_shape(True)
+    for shape, groups in ((whole, 8), (whole._replace(blocks=1 / 256), 1)):
+        monkeypatch.setattr(shapes, "merge_shape", lambda listed, shape=shape: shape)
+        assert 1 << merge_team(8, 64, 4, lent.multiprocessors, 21, listed=True)[1][1] == groups
         results.append(nbattn.paged_attention(q, kv, split_size=16, return_lse=True))
     testing.assert_close(results[0], testing.expect(oracle.paged_attention, q, kv))
     for one, several in zip(*results, strict=True):
@@ -156,24 +195,26 @@ def test_a_row_has_the_same_bits_however_many_groups_share_its_states(lent, monk
 
 @pytest.mark.parametrize(
     ("rows", "states", "groups"),
-    [(64, 8, 1), (64, 9, 2), (64, 17, 4), (64, 64, 8), (64, 300, 8), (512, 33, 8), (2048, 9, 1), (2048, 33, 1)],
+    [(64, 4, 1), (64, 5, 2), (64, 9, 4), (64, 32, 8), (64, 300, 8), (512, 17, 8), (4096, 5, 1), (4096, 17, 1)],
 )
 def test_groups_take_one_stream_of_states_each_or_one_takes_all(rows, states, groups):
     """Groups beyond a row's batches would only wait, and more threads than reside come one after another."""
-    lanes, group_bits, grid = merge_team(rows, 128, 4, MULTIPROCESSORS, states, listed=True)
+    constants, (lanes, group_bits, _), grid = merge_team(rows, 128, 4, MULTIPROCESSORS, states, listed=True)
+    assert constants == {"vector": True, "listed": True}
     assert (lanes, 1 << group_bits) == (5, groups)
     assert grid[0] * 256 == rows * 32 * groups
 
 
 @pytest.mark.parametrize(
     ("rows", "states", "groups"),
-    [(32, 64, 8), (512, 64, 4), (512, 16, 4), (2048, 16, 1), (2048, 32, 4), (2048, 64, 8), (8192, 64, 1), (32, 8, 1)],
+    [(32, 64, 8), (512, 64, 4), (512, 16, 4), (2048, 16, 1), (2048, 32, 4), (8192, 64, 4), (16384, 64, 1), (32, 8, 1)],
 )
-def test_groups_of_equal_rows_give_each_multiprocessor_a_block_and_take_two_batches(rows, states, groups):
+def test_groups_of_equal_rows_give_each_multiprocessor_two_blocks_or_are_four(rows, states, groups):
     """More than that only wait for each other; what fills the device takes its states one batch after the other."""
     assert merge_team(rows, 128, 8, MULTIPROCESSORS, states) == (
-        *(4, groups.bit_length() - 1),
-        (rows * 16 * groups // 256, 1, 1),
+        {"vector": True, "listed": False},
+        (4, groups.bit_length() - 1, int(rows * 16 * groups <= 6 * 128 * MULTIPROCESSORS)),
+        (rows * 16 * groups // 128, 1, 1),
     )
 
 

@@ -67,8 +67,8 @@ def test_bits_of_a_planned_merge_do_not_depend_on_how_the_work_is_shared(dim, le
     indptr, slots = np.array([0, 70, 75, 75, 75], np.int32), rng.permutation(80)[:75].astype(np.int32)
     lists = tuple(lent.address(x) for x in (np.array([2, 0, 1, -1], np.int32), indptr, slots))
     results = []
-    for busy in (shapes.BUSY_THREADS, 1):
-        monkeypatch.setattr(shapes, "BUSY_THREADS", busy)
+    for shape in (shapes.merge_shape(True), shapes.merge_shape(True)._replace(blocks=1 / 256)):
+        monkeypatch.setattr(shapes, "merge_shape", lambda listed, shape=shape: shape)
         out, lse = np.full((3, 1, dim), 9, np.float32), np.full((3, 1), 9, np.float32)
         options = calls.AttentionOptions(scale=1.0)
         result = calls.result_values(lent, (0, 0), out, lse, options)
