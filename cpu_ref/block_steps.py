@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba.extending import overload
 
-from nbattn.cpu_ref.blocks import number_type, query_operand, score_heads, tokens_ahead, weigh_values
-from nbattn.cpu_ref.compiling import inlined
+from nbattn.cpu_ref.blocks import query_operand, score_heads, tokens_ahead, weigh_values
+from nbattn.cpu_ref.compiling import inlined, variants
 from nbattn.cpu_ref.many_rows import (
     PANEL_KEYS,
     SPARE_COLUMNS,
@@ -29,6 +28,7 @@ from nbattn.cpu_ref.number_formats import address_of, itemsize
 from nbattn.cpu_ref.packing import pack_queries
 from nbattn.cpu_ref.rules import rotate_keys
 from nbattn.cpu_ref.scratch import zeros
+from nbattn.cpu_ref.tags import constants, number_type
 from nbattn.cpu_ref.tiles import KEYS
 
 
@@ -78,15 +78,11 @@ class Side(NamedTuple):
     slot_stride: int
 
 
+@constants
 def block_shape(tile):
     """Return (keys of a block, spare rows, spare columns of accumulators)."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(block_shape, inline="always")
-def _block_shape(tile):
-    shape = (KEYS, 4, 0) if tile.tag == "few" else (PANEL_KEYS, SPARE_ROWS, SPARE_COLUMNS)
-    return lambda tile: shape  # four: a tile of four rows may write scores of up to three behind the last
+    # four: a tile of four rows may write scores of up to three behind the last
+    return (KEYS, 4, 0) if tile == "few" else (PANEL_KEYS, SPARE_ROWS, SPARE_COLUMNS)
 
 
 def make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
@@ -94,7 +90,7 @@ def make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
     raise NotImplementedError("compiled code only")
 
 
-@overload(make_scratch)
+@variants(make_scratch)
 def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
     def few(tile, kind, q, rotating, max_heads, dim, value_dim):
         lists = zeros(np.int64, 2, KEYS)
@@ -125,7 +121,7 @@ def prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, 
     raise NotImplementedError("compiled code only")
 
 
-@overload(prepare_rows)
+@variants(prepare_rows)
 def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
     def few(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
         return query_operand(kind, q, bits, rows, dim)
@@ -168,7 +164,7 @@ def score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, op
     raise NotImplementedError("compiled code only")
 
 
-@overload(score_block)
+@variants(score_block)
 def _score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
                  scale, s, values, value_dim):  # fmt: skip
     size = itemsize(kind.tag)
@@ -218,7 +214,7 @@ def weigh_block(tile, kind, places, acc, heads, rows, p, block, values, dim, alp
     raise NotImplementedError("compiled code only")
 
 
-@overload(weigh_block)
+@variants(weigh_block)
 def _weigh_block(tile, kind, places, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
     def few(tile, kind, places, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
         weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(p), p.strides[0], values.rows,

@@ -7,16 +7,16 @@ read one KV head stand together and each K and V row is read once for all of the
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import overload
 
 from nbattn.cpu_ref import primitives  # noqa: F401 - registers the CPU versions of exp2, tanh and idiv
-from nbattn.cpu_ref.compiling import inlined, part
+from nbattn.cpu_ref.compiling import inlined, part, variants
 from nbattn.cpu_ref.lanes import lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import address_of
 from nbattn.cpu_ref.packing import fill_ones, pack_weights
 from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.rows import ROW_MULTIPLE
 from nbattn.cpu_ref.scratch import zeros
+from nbattn.cpu_ref.tags import constants
 from nbattn.cpu_ref.tiles import (
     KEYS,
     score_tile_1,
@@ -33,28 +33,10 @@ SPAN_BYTES = 8192  # how far the tokens that are taken together may reach in mem
 LEAST_VALUES = 2  # tokens of V taken together at least: sums leave the registers after them
 
 
-def number_type(kind):
-    """Return the arithmetic type of a cache kind: ``np.float32``, or ``np.float64`` for float64 caches."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(number_type, inline="always")
-def _number_type(kind):
-    number = np.float64 if kind.tag == "float64" else np.float32
-    return lambda kind: number
-
-
+@constants
 def _tile_constants(kind):
     """Return (lanes of a vector, bytes of a number, keys of a score tile of four rows)."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_tile_constants, inline="always")
-def _tile_constants_of(kind):
-    lanes = lane_count(kind.tag)
-    size = 8 if kind.tag == "float64" else 4
-    keys = tile_keys(kind.tag)
-    return lambda kind: (lanes, size, keys)
+    return lane_count(kind), 8 if kind == "float64" else 4, tile_keys(kind)
 
 
 @part
@@ -188,7 +170,7 @@ def query_bits(kind, rows, dim):
     raise NotImplementedError("compiled code only")
 
 
-@overload(query_bits)
+@variants(query_bits)
 def _query_bits(kind, rows, dim):
     if uses_dot(kind.tag):
         return lambda kind, rows, dim: zeros(np.uint16, rows, 2 * padded((dim + 1) // 2))
@@ -200,7 +182,7 @@ def query_operand(kind, q, bits, rows, dim):
     raise NotImplementedError("compiled code only")
 
 
-@overload(query_operand)
+@variants(query_operand)
 def _query_operand(kind, q, bits, rows, dim):
     def rounded(kind, q, bits, rows, dim):
         for row in range(rows):

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from numba import config, njit
+from numba.extending import overload
 
 from nbattn.cache import cache_directory, hash_of, versions_of
 
 # never nnan or ninf: -inf and NaN carry meaning
 FASTMATH = {"reassoc", "contract", "nsz", "arcp", "afn"}
 CACHED = os.environ.get("NBATTN_CPU_CACHE") == "1"
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": FASTMATH, "cache": CACHED}
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": FASTMATH, "no_cfunc_wrapper": True}
+_PART_OPTIONS = {**_OPTIONS, "no_cpython_wrapper": True}
 
 
 @cache
@@ -50,14 +52,19 @@ def _own_folder() -> Iterator[None]:
 def kernel(function: Callable) -> Any:
     """Compile a function that Python calls."""
     with _own_folder():
-        return njit(**_OPTIONS)(function)
+        return njit(**_OPTIONS, cache=CACHED)(function)
 
 
 def part(function: Callable) -> Any:
     """Compile a function that only compiled code calls: without the wrappers that Python and C would need."""
-    return njit(**{**_OPTIONS, "cache": False}, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    return njit(**_PART_OPTIONS)(function)
+
+
+def variants(function: Callable) -> Callable:
+    """Compile `function` as the decorated one returns it for the types of its arguments, like a `part`."""
+    return overload(function, jit_options=_PART_OPTIONS)
 
 
 def inlined(function: Callable) -> Any:
     """Compile a function into its callers only: the heavy tiles are optimised once instead of at every level."""
-    return njit(**{**_OPTIONS, "cache": False}, inline="always")(function)
+    return njit(**_PART_OPTIONS, inline="always")(function)

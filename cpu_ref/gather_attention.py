@@ -12,7 +12,6 @@ import numpy as np
 
 from nbattn.cpu_ref.blocks import (
     fold,
-    number_type,
     padded,
     query_bits,
     query_operand,
@@ -37,6 +36,7 @@ from nbattn.cpu_ref.problem import (
 )
 from nbattn.cpu_ref.rows import load_queries, store_rows
 from nbattn.cpu_ref.scratch import zeros
+from nbattn.cpu_ref.tags import number_type
 from nbattn.cpu_ref.tiles import FOLD_KEYS, KEYS, softmax_block
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import mapped_page, page_and_slot, selected_token

@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba.extending import overload
 
-from nbattn.cpu_ref.blocks import number_type, padded
+from nbattn.cpu_ref.blocks import padded
 from nbattn.cpu_ref.compiling import kernel, part
 from nbattn.cpu_ref.number_formats import (
     DTYPE_CODE,
@@ -26,6 +25,7 @@ from nbattn.cpu_ref.number_formats import (
 from nbattn.cpu_ref.rows import finish_values
 from nbattn.cpu_ref.scratch import zeros
 from nbattn.cpu_ref.state_steps import merge_values, weigh_states
+from nbattn.cpu_ref.tags import constants, number_type
 from nbattn.cpu_ref.workers import next_task
 
 # columns of the table of sources, in bytes
@@ -36,15 +36,10 @@ AHEAD_BYTES = 32768  # how far ahead of their use values are prefetched
 _FLOAT32 = DTYPE_CODE["float32"]
 
 
+@constants
 def bytes_of(kind):
     """Return the bytes of a number of a kind, and of a number of its arithmetic."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(bytes_of, inline="always")
-def _bytes_of(kind):
-    sizes = itemsize(kind.tag), 8 if kind.tag == "float64" else 4
-    return lambda kind: sizes
+    return itemsize(kind), 8 if kind == "float64" else 4
 
 
 @part

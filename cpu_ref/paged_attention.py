@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from nbattn.cpu_ref.block_steps import Block, Side, block_shape, make_scratch, prepare_rows, score_block, weigh_block
-from nbattn.cpu_ref.blocks import fold, number_type, padded, query_bits
+from nbattn.cpu_ref.blocks import fold, padded, query_bits
 from nbattn.cpu_ref.compiling import kernel, part
 from nbattn.cpu_ref.number_formats import address_of, load_int32, store_int64
 from nbattn.cpu_ref.problem import (
@@ -31,6 +31,7 @@ from nbattn.cpu_ref.problem import (
 from nbattn.cpu_ref.rows import load_queries, store_rows
 from nbattn.cpu_ref.rules import applied_rules, apply_rules
 from nbattn.cpu_ref.scratch import zeros
+from nbattn.cpu_ref.tags import number_type
 from nbattn.cpu_ref.tiles import FOLD_KEYS, softmax_block
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import page_and_slot, visible_keys

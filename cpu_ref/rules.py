@@ -7,10 +7,10 @@ import math
 import numpy as np
 from numba.extending import overload
 
-from nbattn.cpu_ref.blocks import number_type
-from nbattn.cpu_ref.compiling import part
+from nbattn.cpu_ref.compiling import part, variants
 from nbattn.cpu_ref.number_formats import load_cache, load_int64
 from nbattn.cpu_ref.rows import read_number
+from nbattn.cpu_ref.tags import number_type
 from nbattn.scoring import LOG2E, alibi_bias, rotate_pair, soft_cap
 
 
@@ -88,7 +88,7 @@ def apply_rules(rule_tag, kind, rules, s, n, rows, key, key_base, key_position, 
     raise NotImplementedError("compiled code only")
 
 
-@overload(apply_rules)
+@variants(apply_rules)
 def _apply_rules(rule_tag, kind, rules, s, n, rows, key, key_base, key_position, dropped, qo_head, q_row, position):
     if rule_tag.tag == "plain":
         return (

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from numba import types
-from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
+from numba.extending import NativeValue, intrinsic, models, register_model, typeof_impl, unbox
 
 
 class Tag:
@@ -35,6 +38,27 @@ register_model(TagType)(models.OpaqueModel)
 @unbox(TagType)
 def _unbox_tag(tag_type, obj, context):
     return NativeValue(context.context.get_dummy_value())
+
+
+@intrinsic
+def number_type(typingctx, kind):
+    """Return the arithmetic type of a cache kind: ``np.float32``, or ``np.float64`` for float64 caches."""
+    number = types.float64 if kind.tag == "float64" else types.float32
+    return types.NumberClass(number)(kind), lambda context, *_: context.get_dummy_value()
+
+
+def constants(function: Callable[[str], tuple[int, ...]]) -> Any:
+    """Let compiled code call `function` of a tag: the numbers that it returns for the tag's name are constants."""
+
+    def of_tag(typingctx, tag):
+        numbers = function(tag.tag)
+
+        def codegen(context, builder, sig, args):
+            return context.get_constant_generic(builder, sig.return_type, numbers)
+
+        return types.UniTuple(types.int64, len(numbers))(tag), codegen
+
+    return intrinsic(of_tag)
 
 
 CACHE_KINDS = {
