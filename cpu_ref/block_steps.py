@@ -177,7 +177,7 @@ def _score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, o
 
     def few_full(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
                  scale, s, values, value_dim):  # fmt: skip
-        if rules.cos.shape[0] == 0:
+        if rules.cos == 0:
             score_heads(kind, operand[0], operand[1], heads, rows, keys.rows, keys.head_stride, dim, scale,
                         address_of(s), s.strides[0], keys.rows, keys.head_stride, values.head_stride,
                         keys.slot_stride, places.idle)  # fmt: skip
@@ -195,7 +195,7 @@ def _score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, o
 
     def many_full(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
                   scale, s, values, value_dim):  # fmt: skip
-        if rules.cos.shape[0] == 0:
+        if rules.cos == 0:
             score_panels(kind, kind, places, rows, seen_of(block), dim, scale, address_of(s), s.strides[0],
                          Listed(values.rows, block.n), value_dim, Listed(keys.coming, block.n))  # fmt: skip
         else:

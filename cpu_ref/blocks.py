@@ -186,7 +186,7 @@ def query_operand(kind, q, bits, rows, dim):
 def _query_operand(kind, q, bits, rows, dim):
     def rounded(kind, q, bits, rows, dim):
         for row in range(rows):
-            narrow_bfloat16(address_of(q[row]), address_of(bits[row]), padded(dim))
+            narrow_bfloat16(kind, address_of(q[row]), address_of(bits[row]), padded(dim))
         return address_of(bits), bits.strides[0]
 
     def as_it_is(kind, q, bits, rows, dim):

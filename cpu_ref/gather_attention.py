@@ -82,6 +82,8 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
         One row of `token_indices` from ``LIST_BEGIN`` to ``LIST_END`` each, all KV heads.
     level : int64 [columns]
         Where the pages lie.
+    output, states : Output
+        The result, and the partial states of split rows.
     """
     number = number_type(kind)
     group, heads = queries.group_size, num_kv_heads
@@ -109,7 +111,7 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
             np.int64(item[GATHER_KV_LEN]),
         )
         tokens, end = token_indices[row], np.int64(item[LIST_END])
-        load_queries(queries, row, row + 1, 0, heads, q)
+        load_queries(kind, queries, row, row + 1, 0, heads, address_of(q), q.strides[0])
         operand = query_operand(kind, q, bits, num_rows, queries.dim)
         running[:], acc[:], total[:] = 0, 0, 0
         m[:], total_m[:] = -math.inf, -math.inf
@@ -133,5 +135,9 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
                 fold(total, total_sum, total_m, acc, d_sum, m, num_rows, output.dim)
                 summed = 0
             n, now, coming = n_next, coming, now
-        store_rows(output, states, np.int64(item[GATHER_STATE]), row, row + 1, 0, heads, total, total_m, total_sum)
+        target, first = output, row
+        if item[GATHER_STATE] >= 0:
+            target, first = states, np.int64(item[GATHER_STATE])
+        store_rows(kind, target, first, first + 1, 0, heads, address_of(total), total.strides[0], address_of(total_m),
+                   address_of(total_sum))  # fmt: skip
         next_task(counters, 1)

@@ -73,7 +73,7 @@ def _pack_query_panels(kind, q, rows, dim, panels):
         place = address_of(q)
         for row in range(rows):
             here = place + row * q.strides[0]
-            narrow_bfloat16(here, here, padded(dim))
+            narrow_bfloat16(kind, here, here, padded(dim))
         pack_queries(kind, place, q.strides[0], rows, (dim + 1) // 2, panels)
 
     def as_it_is(kind, q, rows, dim, panels):

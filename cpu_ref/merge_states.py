@@ -16,16 +16,17 @@ from nbattn.cpu_ref.compiling import kernel, part
 from nbattn.cpu_ref.number_formats import (
     DTYPE_CODE,
     address_of,
-    itemsize,
+    bytes_of,
     load_float32,
     load_float64,
+    load_number,
     store_float32,
     store_float64,
 )
 from nbattn.cpu_ref.rows import finish_values
 from nbattn.cpu_ref.scratch import zeros
 from nbattn.cpu_ref.state_steps import merge_values, weigh_states
-from nbattn.cpu_ref.tags import constants, number_type
+from nbattn.cpu_ref.tags import number_type
 from nbattn.cpu_ref.workers import next_task
 
 # columns of the table of sources, in bytes
@@ -34,12 +35,6 @@ SOURCE_COLUMNS = 6
 ROWS_PER_TASK = 16
 AHEAD_BYTES = 32768  # how far ahead of their use values are prefetched
 _FLOAT32 = DTYPE_CODE["float32"]
-
-
-@constants
-def bytes_of(kind):
-    """Return the bytes of a number of a kind, and of a number of its arithmetic."""
-    return itemsize(kind), 8 if kind == "float64" else 4
 
 
 @part
@@ -102,15 +97,14 @@ def merge_worker(kind, out_kind, counters, num_tasks, heads, sources, s_code, s_
     by_slot, num_rows, most = indptr.shape[0] > 0, rows.shape[0], sources.shape[0]
     for i in range(indptr.shape[0] - 1):
         most = max(most, np.int64(indptr[i + 1] - indptr[i]))
-    sinks = output.sinks
-    first = min(sinks.shape[0], 1)  # row of the first state; a sink stands before it
+    first = 0 if output.sinks == 0 else 1  # row of the first state; a sink stands before it
     s, lse = zeros(np.float64, most + 1, padded(heads)), zeros(np.float64, 1, padded(heads))
     weights, values = zeros(number, most + 1, padded(heads)), zeros(number, heads, padded(dim))
     places = zeros(np.int64, 3, most)
     s_row, weights_row = s.strides[0], weights.strides[0]
-    plain = output.v_scale.shape[0] == 0 and output.gate_address == 0
+    plain = output.v_scale == 0 and output.gate_address == 0
     for head in range(heads * first):
-        s[0, head] = sinks[head]
+        s[0, head] = load_number(kind, output.sinks + bytes_of(kind)[1] * head)
     while True:
         task = next_task(counters, 0)
         if task >= num_tasks:
@@ -139,7 +133,7 @@ def merge_worker(kind, out_kind, counters, num_tasks, heads, sources, s_code, s_
             else:
                 merge_heads(kind, kind, address_of(values), values.strides[0], heads, dim, states, p, weights_row)
                 for head in range(heads):
-                    finish_values(output, row, head, values[head])
+                    finish_values(kind, output, row, head, address_of(values) + head * values.strides[0])
             if output.lse_address != 0:
                 write_sums(output.lse_address + row * output.lse_stride, output.lse_head_stride, output.lse_code,
                            address_of(lse), heads, output.lse_unit)  # fmt: skip

@@ -12,6 +12,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nbattn.cpu_ref.cpu import HALF_CONVERSIONS
+from nbattn.cpu_ref.tags import constants
 
 I1, I8, I16, I32, I64 = (ir.IntType(width) for width in (1, 8, 16, 32, 64))
 HALF, FLOAT, DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
@@ -31,6 +32,12 @@ DTYPE_CODE = {"float32": 0, "float16": 1, "bfloat16": 2, "float64": 3}  # run-ti
 def itemsize(kind: str) -> int:
     """Return the bytes of one element of a cache kind."""
     return {I8: 1, I16: 2, FLOAT: 4, DOUBLE: 8}[ELEMENT[kind]]
+
+
+@constants
+def bytes_of(kind):
+    """Return the bytes of a number of a kind, and of a number of its arithmetic."""
+    return itemsize(kind), 8 if kind == "float64" else 4
 
 
 def _like(scalar: ir.Type, shape: ir.Type) -> ir.Type:
@@ -179,6 +186,28 @@ def load_cache(typingctx, kind, address):
     return (types.float64 if kind.tag == "float64" else types.float32)(kind, types.int64), codegen
 
 
+@intrinsic
+def load_number(typingctx, kind, address):
+    """Load one number of a kind's arithmetic from a byte address."""
+    number = DOUBLE if kind.tag == "float64" else FLOAT
+
+    def codegen(context, builder, sig, args):
+        return builder.load(builder.inttoptr(args[1], ir.PointerType()), typ=number)
+
+    return (types.float64 if number is DOUBLE else types.float32)(kind, types.int64), codegen
+
+
+@intrinsic
+def store_number(typingctx, kind, address, value):
+    """Store one number of a kind's arithmetic at a byte address."""
+
+    def codegen(context, builder, sig, args):
+        builder.store(args[2], builder.inttoptr(args[1], ir.PointerType()))
+        return context.get_dummy_value()
+
+    return types.void(kind, types.int64, types.float64 if kind.tag == "float64" else types.float32), codegen
+
+
 def _memory_access(number: types.Type):
     """Build the pair (load, store) of one number type at a byte address."""
 
@@ -201,7 +230,7 @@ def _memory_access(number: types.Type):
 
 
 load_uint8, _ = _memory_access(types.uint8)
-load_uint16, store_uint16 = _memory_access(types.uint16)
+load_uint16, _ = _memory_access(types.uint16)
 load_int32, _ = _memory_access(types.int32)
 load_int64, store_int64 = _memory_access(types.int64)
 load_float32, store_float32 = _memory_access(types.float32)

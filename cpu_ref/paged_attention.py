@@ -29,7 +29,7 @@ from nbattn.cpu_ref.problem import (
     V_SLOT,
 )
 from nbattn.cpu_ref.rows import load_queries, store_rows
-from nbattn.cpu_ref.rules import applied_rules, apply_rules
+from nbattn.cpu_ref.rules import apply_rules
 from nbattn.cpu_ref.scratch import zeros
 from nbattn.cpu_ref.tags import number_type
 from nbattn.cpu_ref.tiles import FOLD_KEYS, softmax_block
@@ -120,6 +120,8 @@ def paged_worker(
         Work item, first KV head, KV heads; `max_rows` and `max_heads` are the most packed rows and heads of one.
     work : int32 [num_work, columns], levels : int64 [num_levels, columns]
         The plan's work list and where each level's pages lie.
+    output, states : Output
+        The result, and the partial states of split rows.
     """
     group = queries.group_size
     number = number_type(kind)
@@ -136,7 +138,7 @@ def paged_worker(
     first, end, qo_head, q_row, position = of_row[0], of_row[1], of_row[2], of_row[3], of_row[4]
     lists = zeros(np.int64, 6, keys)  # what `find_rows` lists: of this block and of the next
     list_bytes = 3 * lists.strides[0]
-    rotating = rules.cos.shape[0] > 0
+    rotating = rules.cos != 0
     scratch = make_scratch(tile, kind, q, rotating, max_heads, queries.dim, output.dim)
     while True:
         task = next_task(counters, 0)
@@ -150,7 +152,7 @@ def paged_worker(
         page_begin, kv_len = np.int64(item[PAGE_BEGIN]), np.int64(item[KV_LEN])
         tokens = row_end - row_begin
         rows = tokens * group
-        load_queries(queries, row_begin, row_end, head_begin, heads, q)
+        load_queries(number_kind, queries, row_begin, row_end, head_begin, heads, address_of(q), q.strides[0])
         running[:], acc[:], total[:] = 0, 0, 0
         m[:], total_m[:] = -math.inf, -math.inf
         summed = 0
@@ -159,7 +161,7 @@ def paged_worker(
         for packed in range(heads * rows):
             q_row[packed] = row_begin + packed % rows // group
             qo_head[packed] = (head_begin + packed // rows) * group + packed % group
-            position[packed] = rules.row_position[q_row[packed]]
+            position[packed] = load_int32(rules.row_position + 4 * q_row[packed])
             first[packed], end[packed] = visible_keys(
                 position[packed], key_position, kv_len, item[CAUSAL] != 0, rules.window_left, rules.chunk_size
             )
@@ -174,7 +176,7 @@ def paged_worker(
         # in the loop over blocks addresses only: arrays are counted, atomically, with every slice and tuple of them
         here, coming = address_of(lists), address_of(lists) + list_bytes
         first_address, end_address = address_of(first), address_of(end)
-        places, rotated, applied = scratch.places, scratch.keys, applied_rules(rule_tag, rules)
+        places, rotated = scratch.places, scratch.keys
         if n > 0:
             find_rows(here, keys, level, head_begin, page_begin, key, n)
         operand = prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, heads * rows, queries.dim,
@@ -188,9 +190,9 @@ def paged_worker(
             block = Block(key, n, key_base + key, head_begin, first_address, end_address, whole)
             k_side = Side(here, after, k_head, level[K_SLOT])
             v_side = Side(here + 8 * keys, after + 8 * keys, v_head, level[V_SLOT])
-            score_block(rule_tag, tile, kind, number_kind, applied, places, rotated, q, operand, heads, rows, block,
+            score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block,
                         k_side, queries.dim, queries.scale, s, v_side, output.dim)  # fmt: skip
-            select = apply_rules(rule_tag, kind, applied, s, n, heads * rows, key, key_base, key_position,
+            select = apply_rules(rule_tag, kind, rules, s, n, heads * rows, key, key_base, key_position,
                                  here + 16 * keys, qo_head, q_row, position)  # fmt: skip
             if not whole:
                 drop_outside(s, n, key, first, end, heads * rows, last_first, first_end)
@@ -204,7 +206,9 @@ def paged_worker(
                 fold(total, total_sum, total_m, acc, d_sum, m, heads * rows, output.dim)
                 summed = 0
             key, n, here, coming = key + n, n_next, coming, here
-        store_rows(
-            output, states, np.int64(item[STATE]), row_begin, row_end, head_begin, heads, total, total_m, total_sum
-        )
+        target, first_row = output, row_begin
+        if item[STATE] >= 0:
+            target, first_row = states, np.int64(item[STATE])
+        store_rows(number_kind, target, first_row, first_row + tokens, head_begin, heads, address_of(total),
+                   total.strides[0], address_of(total_m), address_of(total_sum))  # fmt: skip
         next_task(counters, 1)

@@ -8,6 +8,7 @@ import numpy as np
 
 from nbattn.cpu_ref.blocks import padded
 from nbattn.cpu_ref.compiling import kernel
+from nbattn.cpu_ref.number_formats import address_of
 from nbattn.cpu_ref.rows import read_row
 from nbattn.cpu_ref.workers import next_task
 from nbattn.scoring import rotate_pair
@@ -33,7 +34,8 @@ def prepare_worker(
             return
         for row in range(task * ROWS_PER_TASK, min((task + 1) * ROWS_PER_TASK, prepared.shape[0])):
             for head in range(num_heads):
-                read_row(x, queries.address + row * queries.stride + head * queries.head_stride, queries.code, dim)
+                source = queries.address + row * queries.stride + head * queries.head_stride
+                read_row(address_of(x), source, queries.code, dim)
                 if gain.shape[0] > 0:
                     square = x[0] * 0
                     for d in range(dim):

@@ -50,22 +50,61 @@ def narrow(lanes: Lanes, kind: str, value: ir.Value) -> ir.Value:
     return b.trunc(b.lshr(kept, word(16)), ir.VectorType(I16, lanes.count))
 
 
-def _narrow_row(kind: str):
-    """Build ``target[:n] = source[:n]`` for a float32 source and a target of dtype `kind`; n is whole vectors."""
+def _narrow_row(target_kind: str):
+    """Build ``target[:n] = source[:n]`` for a target of a dtype; `source` is padded to whole vectors."""
 
     def codegen(context, builder, sig, args):
-        source, target, n = args
-        lanes = Lanes(builder, "float32")
-        with lanes.loop(0, n, lanes.count) as (d, _):
-            value = narrow(lanes, kind, lanes.load(lanes.add(source, lanes.mul(d, 4))))
-            lanes.store(value, lanes.add(target, lanes.mul(d, itemsize(kind))), align=1)
+        kind, (_, source, target, n) = sig.args[0], args
+        lanes = Lanes(builder, kind.tag)
+        whole = builder.and_(n, lanes.const(-lanes.count))
+
+        def rounded(d):
+            value = narrow(lanes, target_kind, lanes.load(lanes.add(source, lanes.mul(d, lanes.bytes))))
+            return value, lanes.add(target, lanes.mul(d, itemsize(target_kind)))
+
+        with lanes.loop(0, whole, lanes.count) as (d, _):
+            lanes.store(*rounded(d), align=1)
+        with lanes.loop(whole, n, lanes.count) as (d, _):
+            lanes.store_up_to(*rounded(d), builder.sub(n, d))
         return context.get_dummy_value()
 
-    def narrow_row(typingctx, source, target, n):
-        return types.void(types.int64, types.int64, types.int64), codegen
+    def narrow_row(typingctx, kind, source, target, n):
+        return types.void(kind, types.int64, types.int64, types.int64), codegen
 
     return intrinsic(narrow_row)
 
 
 widen_float32, widen_float16, widen_bfloat16, widen_float64 = (_widen_row(kind) for kind in DTYPE_CODE)
-narrow_float32, narrow_float16, narrow_bfloat16 = (_narrow_row(kind) for kind in ("float32", "float16", "bfloat16"))
+narrow_float32, narrow_float16, narrow_bfloat16, narrow_float64 = (_narrow_row(kind) for kind in DTYPE_CODE)
+
+
+@intrinsic
+def scale_row(typingctx, kind, row, factor, n):
+    """``row[:n] *= factor`` for a row padded to whole vectors."""
+
+    def codegen(context, builder, sig, args):
+        _, row, factor, n = args
+        lanes = Lanes(builder, kind.tag)
+        factors = lanes.splat(factor)
+        with lanes.loop(0, n, lanes.count) as (d, _):
+            at = lanes.add(row, lanes.mul(d, lanes.bytes))
+            lanes.store(lanes.product(lanes.load(at), factors), at)
+        return context.get_dummy_value()
+
+    number = types.float64 if kind.tag == "float64" else types.float32
+    return types.void(kind, types.int64, number, types.int64), codegen
+
+
+@intrinsic
+def multiply_row(typingctx, kind, row, factors, n):
+    """``row[:n] *= factors[:n]`` for numbers of the kind's arithmetic; `row` is padded to whole vectors with 0."""
+
+    def codegen(context, builder, sig, args):
+        _, row, factors, n = args
+        lanes = Lanes(builder, "float64" if kind.tag == "float64" else "float32")
+        with lanes.loop(0, n, lanes.count) as (d, _):
+            at, place = (lanes.add(address, lanes.mul(d, lanes.bytes)) for address in (row, factors))
+            lanes.store(lanes.product(lanes.load(at), lanes.load_cache_up_to(place, builder.sub(n, d))), at)
+        return context.get_dummy_value()
+
+    return types.void(kind, types.int64, types.int64, types.int64), codegen

@@ -9,29 +9,32 @@ import numpy as np
 from nbattn.cpu_ref.compiling import part
 from nbattn.cpu_ref.number_formats import (
     DTYPE_CODE,
-    address_of,
     bfloat_to_float,
-    float_to_bfloat,
-    float_to_half,
+    bytes_of,
     half_to_float,
     load_float32,
     load_float64,
+    load_number,
     load_uint8,
     load_uint16,
     store_float32,
     store_float64,
-    store_uint16,
+    store_number,
 )
 from nbattn.cpu_ref.problem import MASK_BOOL
 from nbattn.cpu_ref.row_copies import (
+    multiply_row,
     narrow_bfloat16,
     narrow_float16,
     narrow_float32,
+    narrow_float64,
+    scale_row,
     widen_bfloat16,
     widen_float16,
     widen_float32,
     widen_float64,
 )
+from nbattn.cpu_ref.tags import number_type
 from nbattn.indexing import kv_head_of
 from nbattn.scoring import LOG2E, close_row, sigmoid
 
@@ -55,109 +58,79 @@ def read_number(address, code):
 
 @part
 def read_row(target, address, code, dim):
-    """Copy `dim` numbers of the dtype `code` at `address` into the 1-D `target`, a row padded to whole vectors."""
-    place = address_of(target)
+    """Copy `dim` numbers of the dtype `code` at `address` to `target`, a row padded to whole vectors."""
     if code == _FLOAT32:
-        widen_float32(address, place, dim)
+        widen_float32(address, target, dim)
     elif code == _FLOAT16:
-        widen_float16(address, place, dim)
+        widen_float16(address, target, dim)
     elif code == _BFLOAT16:
-        widen_bfloat16(address, place, dim)
+        widen_bfloat16(address, target, dim)
     else:
-        widen_float64(address, place, dim)
+        widen_float64(address, target, dim)
 
 
 @part
-def write_row(address, code, source, dim):
-    """Write the first `dim` numbers of the 1-D `source` at `address`, rounded once to the dtype `code`."""
-    done = 0
-    if source.itemsize == 4 and code in (_FLOAT32, _FLOAT16, _BFLOAT16):
-        done = dim // ROW_MULTIPLE * ROW_MULTIPLE
-        if code == _FLOAT32:
-            narrow_float32(address_of(source), address, done)
-        elif code == _FLOAT16:
-            narrow_float16(address_of(source), address, done)
-        else:
-            narrow_bfloat16(address_of(source), address, done)
-    for d in range(done, dim):
-        if code == _FLOAT32:
-            store_float32(address + 4 * d, np.float32(source[d]))
-        elif code == _FLOAT16:
-            store_uint16(address + 2 * d, float_to_half(np.float32(source[d])))
-        elif code == _BFLOAT16:
-            store_uint16(address + 2 * d, float_to_bfloat(np.float32(source[d])))
-        else:
-            store_float64(address + 8 * d, np.float64(source[d]))
+def write_row(kind, address, code, source, dim):
+    """Write the first `dim` numbers of the padded row `source` at `address`, rounded once to the dtype `code`."""
+    if code == _FLOAT32:
+        narrow_float32(kind, source, address, dim)
+    elif code == _FLOAT16:
+        narrow_float16(kind, source, address, dim)
+    elif code == _BFLOAT16:
+        narrow_bfloat16(kind, source, address, dim)
+    else:
+        narrow_float64(kind, source, address, dim)
 
 
 @part
-def finish_values(output, row, qo_head, values):
-    """Scale, gate, round and write the normalised `values` of one row and head."""
-    dim = output.dim
-    if output.v_scale.shape[0] > 0:
-        scale = output.v_scale[kv_head_of(qo_head, output.group_size)]
-        for d in range(dim):
-            values[d] *= scale[d]
+def finish_values(kind, output, row, qo_head, values):
+    """Scale, gate, round and write the normalised `values` of one row and head, a padded row."""
+    dim, size = output.dim, bytes_of(kind)[1]
+    if output.v_scale != 0:
+        multiply_row(kind, values, output.v_scale + kv_head_of(qo_head, output.group_size) * dim * size, dim)
     if output.gate_address != 0:
         place = output.gate_address + row * output.gate_stride + qo_head * output.gate_head_stride
         for d in range(dim):
-            values[d] *= sigmoid(read_number(place + output.gate_dim_stride * d, output.gate_code) * LOG2E)
-    write_row(output.address + row * output.stride + qo_head * output.head_stride, output.code, values, dim)
+            gate = sigmoid(read_number(place + output.gate_dim_stride * d, output.gate_code) * LOG2E)
+            store_number(kind, values + d * size, load_number(kind, values + d * size) * gate)
+    write_row(kind, output.address + row * output.stride + qo_head * output.head_stride, output.code, values, dim)
 
 
 @part
-def finish_row(output, row, qo_head, values, lse):
-    """Finish the normalised `values` of one row and head, and write its base-2 `lse`."""
-    finish_values(output, row, qo_head, values)
-    if output.lse_address != 0:
-        place = output.lse_address + row * output.lse_stride + qo_head * output.lse_head_stride
-        if output.lse_code == _FLOAT32:
-            store_float32(place, np.float32(lse * output.lse_unit))
-        else:
-            store_float64(place, np.float64(lse * output.lse_unit))
-
-
-@part
-def load_queries(queries, row_begin, row_end, head_begin, heads, packed_rows):
-    """Pack query rows: widened, zero-padded, times the key scale of their KV head."""
-    packed = 0
+def load_queries(kind, queries, row_begin, row_end, head_begin, heads, packed, packed_stride):
+    """Pack query rows from the address `packed` on: widened, zero-padded, times the key scale of their KV head."""
+    dim = queries.dim
     for head in range(head_begin, head_begin + heads):
         for row in range(row_begin, row_end):
             for member in range(queries.group_size):
                 qo_head = head * queries.group_size + member
-                target = packed_rows[packed]
                 place = queries.address + row * queries.stride + qo_head * queries.head_stride
-                read_row(target, place, queries.code, queries.dim)
-                if queries.k_scale.shape[0] > 0:
-                    for d in range(queries.dim):
-                        target[d] *= queries.k_scale[head, d]
+                read_row(packed, place, queries.code, dim)
+                if queries.k_scale != 0:
+                    multiply_row(kind, packed, queries.k_scale + head * dim * bytes_of(kind)[1], dim)
                 if queries.scale == 0:  # wins over products that would overflow before they are scaled
-                    for d in range(queries.dim):
-                        target[d] *= queries.scale
-                packed += 1
+                    scale_row(kind, packed, queries.scale, dim)
+                packed += packed_stride
 
 
 @part
-def store_rows(output, states, state, row_begin, row_end, head_begin, heads, acc, m, d_sum):
-    """Write rows to the output if nothing else contributes to them (``state < 0``), else to their partial states."""
-    packed = 0
-    sinks, state_values, state_sums = output.sinks, states.v, states.s  # once: a tuple's array is counted at every use
+def store_rows(kind, output, row_begin, row_end, head_begin, heads, acc, acc_stride, m, d_sum):
+    """Normalise, finish and write rows of `acc` and their lse. All places are addresses."""
+    size = bytes_of(kind)[1]
     for head in range(head_begin, head_begin + heads):
         for row in range(row_begin, row_end):
             for member in range(output.group_size):
                 qo_head = head * output.group_size + member
-                values = acc[packed, : output.dim]
-                sink = m.dtype.type(-math.inf)
-                if state < 0 and sinks.shape[0] > 0:
-                    sink = sinks[qo_head]
-                factor, lse = close_row(m[packed], d_sum[packed], sink)
-                for d in range(output.dim):
-                    values[d] *= factor
-                if state < 0:
-                    finish_row(output, row, qo_head, values, lse)
-                else:
-                    slot = state + row - row_begin
-                    for d in range(output.dim):
-                        state_values[slot, qo_head, d] = values[d]
-                    state_sums[slot, qo_head] = lse
-                packed += 1
+                sink = number_type(kind)(-math.inf)
+                if output.sinks != 0:
+                    sink = load_number(kind, output.sinks + qo_head * size)
+                factor, lse = close_row(load_number(kind, m), load_number(kind, d_sum), sink)
+                scale_row(kind, acc, factor, output.dim)
+                finish_values(kind, output, row, qo_head, acc)
+                if output.lse_address != 0:
+                    place = output.lse_address + row * output.lse_stride + qo_head * output.lse_head_stride
+                    if output.lse_code == _FLOAT32:
+                        store_float32(place, np.float32(lse * output.lse_unit))
+                    else:
+                        store_float64(place, np.float64(lse * output.lse_unit))
+                acc, m, d_sum = acc + acc_stride, m + size, d_sum + size

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba.extending import overload
 
 from nbattn.cpu_ref.compiling import part, variants
-from nbattn.cpu_ref.number_formats import load_cache, load_int64
+from nbattn.cpu_ref.number_formats import address_of, bytes_of, load_cache, load_int32, load_int64, load_number
+from nbattn.cpu_ref.row_copies import multiply_row
 from nbattn.cpu_ref.rows import read_number
 from nbattn.cpu_ref.tags import number_type
 from nbattn.scoring import LOG2E, alibi_bias, rotate_pair, soft_cap
@@ -25,7 +25,7 @@ def _cap_scores(kind, rules, s, n, rows):
 @part
 def _add_alibi(kind, rules, s, n, rows, key_position, qo_head, position):
     for row in range(rows):
-        slope = rules.slopes[qo_head[row]]
+        slope = load_number(kind, rules.slopes + qo_head[row] * bytes_of(kind)[1])
         for j in range(n):
             s[j, row] += alibi_bias(slope, number_type(kind)(key_position + j - position[row]))
 
@@ -36,7 +36,8 @@ def _apply_mask(rules, s, n, rows, key, qo_head, q_row):
     b, h, i, k = rules.mask_strides
     dropped = False
     for row in range(rows):
-        request, index = np.int64(rules.row_request[q_row[row]]), np.int64(rules.row_index[q_row[row]])
+        request = np.int64(load_int32(rules.row_request + 4 * q_row[row]))
+        index = np.int64(load_int32(rules.row_index + 4 * q_row[row]))
         if request < 0:  # a row without keys of its own in the last level has no mask
             continue
         place = rules.mask_address + request * b + qo_head[row] * h + index * i
@@ -53,31 +54,20 @@ def _apply_mask(rules, s, n, rows, key, qo_head, q_row):
 @part
 def rotate_keys(kind, rules, rotated, key_rows, keys, heads, head_begin, k_head_stride, size, dim, turn, n):
     """Scale and rotate the `keys` listed K rows of a block in half-split pairs into ``rotated[head * keys + j]``."""
-    half = dim // 2
-    scaled = rules.k_scale.shape[0] > 0
+    half, number_size = dim // 2, bytes_of(kind)[1]
     for head in range(heads):
         for j in range(keys):
             target = rotated[head * keys + j]
             place = load_int64(key_rows + 8 * j) + head * k_head_stride
             for d in range(target.shape[0]):
                 target[d] = load_cache(kind, place + d * size) if d < dim else 0
-            if scaled:
-                for d in range(dim):
-                    target[d] *= rules.k_scale[head_begin + head, d]
-            position = turn + min(j, n - 1) - rules.origin
-            cos, sin = rules.cos[position], rules.sin[position]
+            if rules.k_scale != 0:
+                multiply_row(kind, address_of(target), rules.k_scale + (head_begin + head) * dim * number_size, dim)
+            plane = (turn + min(j, n - 1) - rules.origin) * half * number_size
             for d in range(half):
-                target[d], target[d + half] = rotate_pair(target[d], target[d + half], cos[d], sin[d])
-
-
-def applied_rules(rule_tag, rules):
-    """Return `rules` if there are any beyond positions, else nothing: a tuple's arrays are counted at every use."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(applied_rules, inline="always")
-def _applied_rules(rule_tag, rules):
-    return (lambda rule_tag, rules: 0) if rule_tag.tag == "plain" else (lambda rule_tag, rules: rules)
+                cos = load_number(kind, rules.cos + plane + d * number_size)
+                sin = load_number(kind, rules.sin + plane + d * number_size)
+                target[d], target[d + half] = rotate_pair(target[d], target[d + half], cos, sin)
 
 
 def apply_rules(rule_tag, kind, rules, s, n, rows, key, key_base, key_position, dropped, qo_head, q_row, position):
@@ -100,7 +90,7 @@ def _apply_rules(rule_tag, kind, rules, s, n, rows, key, key_base, key_position,
     def full(rule_tag, kind, rules, s, n, rows, key, key_base, key_position, dropped, qo_head, q_row, position):
         if rules.soft_cap > 0:
             _cap_scores(kind, rules, s, n, rows)
-        if rules.slopes.shape[0] > 0:
+        if rules.slopes != 0:
             _add_alibi(kind, rules, s, n, rows, key_position + key, qo_head, position)
         any_dropped = False
         if rules.mask_address != 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from nbattn.cpu_ref.number_formats import DTYPE_CODE, itemsize
 from nbattn.cpu_ref.paged_attention import paged_worker
 from nbattn.cpu_ref.prepare_query import ROWS_PER_TASK as PREPARED_PER_TASK
 from nbattn.cpu_ref.prepare_query import prepare_worker
-from nbattn.cpu_ref.problem import K_ADDRESS, MASK_BOOL, V_ADDRESS, Output, Queries, Rules, States
+from nbattn.cpu_ref.problem import K_ADDRESS, MASK_BOOL, V_ADDRESS, Output, Queries, Rules
 from nbattn.cpu_ref.tags import CACHE_KINDS, FEW, FULL, MANY, PLAIN, Tag
 from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan, Tiling
@@ -32,6 +31,7 @@ FEW_ROWS = 16  # packed rows of a KV head up to which a task takes all heads, so
 MANY_ROWS = 384 if REGISTER_BYTES == 64 else 192
 SERIAL_NANOSECONDS = 100_000  # work below it is done by one thread: a second takes 20 us to start, splits are merged
 _DTYPE_OF_CODE = {code: name for name, code in DTYPE_CODE.items()}
+_UNCHANGED = 0, 0, 0, 0, 0, 0, 0  # the last fields of an `Output`: no sinks, no scale, no gate
 _LSE = Output._fields.index("lse_address")
 READ_RATE, DOT_RATE = 16.0, 50.0  # bytes and multiply-adds per nanosecond of one thread, roughly
 
@@ -123,27 +123,28 @@ class PagedCall:
         if plan.on_target is None:
             plan.on_target = TaskList(plan, problem)
         tasks: TaskList = plan.on_target
-        self.tasks, self.work_list, self.number, self.num_qo_heads = tasks, plan.work_list, number, problem.num_qo_heads
-        self.rules, full = _rules(problem, plan)
+        self.tasks, self.work_list = tasks, plan.work_list
+        self.owners: list[np.ndarray] = []  # of the arrays whose addresses are kept
+        self.rules, full = _rules(problem, plan, self.owners)
         self.tags = CACHE_KINDS[kv.kv_dtype], FULL if full else PLAIN, CACHE_KINDS[name_of(number)]
         self.bytes_read = tasks.numbers * kv.k.dtype.itemsize
         folded = options.k_scale if options.rope is None else None
-        self.queries = _queries(problem, q, scale, folded)[1:]
-        output = _output(problem)
+        self.queries = _queries(problem, q, scale, folded, self.owners)[1:]
+        output = _output(problem, self.owners)
         self.rows, self.lse_rows = output[1:_LSE], output[_LSE + 1 :]
-        self.head_dim_vo = kv.head_dim_vo
         self.levels = np.array([_level_row(level.kv) for level in problem.levels], np.int64)
         self.places = [(level, column) for level in range(len(self.levels)) for column in (K_ADDRESS, V_ADDRESS)]
         self.entries: dict[Any, Any] = {}  # the kernel's compiled code for each kind of task
-        none = not plan.work_list.num_states
-        self.no_states = _states(plan.work_list, self.num_qo_heads, self.head_dim_vo, number) if none else None
+        shape = (plan.work_list.num_states, problem.num_qo_heads, kv.head_dim_vo)
+        self.states = shape, problem.num_qo_heads // kv.num_kv_heads, number
+        self.no_states = None if plan.work_list.num_states else _states(*self.states)
 
     address = staticmethod(address_of)
 
     def __call__(self, addresses: tuple[int, ...], options: tuple[int, ...] = ()) -> bool:
         """Run on arrays of the shapes, strides and dtypes it was made for: see `nbattn.repeat.Launch`."""
         q, out, lse, *pages = addresses
-        states = self.no_states or _states(self.work_list, self.num_qo_heads, self.head_dim_vo, self.number)
+        states = self.no_states or _states(*self.states)
         queries = Queries._make((q, *self.queries))
         output = Output._make((out, *self.rows, lse, *self.lse_rows))
         levels = self.levels.copy()  # other threads may be in this call too
@@ -154,7 +155,7 @@ class PagedCall:
         for tile, tasks, max_rows, max_heads in self.tasks.kinds:
             arguments = (
                 kind, rule_tag, np.zeros(2, np.int64), number_kind, tile, tasks, self.work_list.work,
-                levels, max_rows, max_heads, queries, output, states, self.rules,
+                levels, max_rows, max_heads, queries, output, states.rows, self.rules,
             )  # fmt: skip
             entry = self.entries.get(tile)
             if entry is None:
@@ -187,9 +188,11 @@ def run_gather(problem: Problem, token_indices: np.ndarray, counts: np.ndarray, 
         kv.kv_lens, kv.kv_indptr[:-1], level.qo_indptr, clamped, problem.q.shape[0],
         split_size=split_size, workers=get_num_threads(),
     )  # fmt: skip
-    queries = _queries(problem, problem.q, options.sm_scale * LOG2E, options.k_scale)
-    output = _output(problem)
-    states = _states(work_list, problem.num_qo_heads, kv.head_dim_vo, problem.number)
+    owners: list[np.ndarray] = []
+    queries = _queries(problem, problem.q, options.sm_scale * LOG2E, options.k_scale, owners)
+    output = _output(problem, owners)
+    shape = (work_list.num_states, problem.num_qo_heads, kv.head_dim_vo)
+    states = _states(shape, queries.group_size, problem.number)
     entries = int(clamped[int(level.qo_indptr[0]) : int(level.qo_indptr[-1])].sum())
     numbers = entries * kv.num_kv_heads * (kv.head_dim_qk + kv.head_dim_vo)
     if len(work_list.work):
@@ -197,7 +200,7 @@ def run_gather(problem: Problem, token_indices: np.ndarray, counts: np.ndarray, 
             gather_worker, (kv.kv_dtype,), len(work_list.work),
             _threads(numbers * kv.k.dtype.itemsize, numbers * queries.group_size),
             CACHE_KINDS[kv.kv_dtype], kv.num_kv_heads, np.zeros(2, np.int64), work_list.work, lists,
-            np.array(_level_row(kv), np.int64), queries, output, states,
+            np.array(_level_row(kv), np.int64), queries, output, states.rows,
         )  # fmt: skip
     _merge_splits(work_list, output, states)
 
@@ -213,7 +216,6 @@ def run_merge(
     rows = np.arange(v.shape[0], dtype=np.int32) if mask is None else np.flatnonzero(mask).astype(np.int32)
     if v.shape[1] == 0 or len(rows) == 0:
         return
-    number = np.dtype(np.float64 if v.dtype == np.float64 else np.float32)
     table = np.zeros((len(sources), SOURCE_COLUMNS), np.int64)
     for row, (v_x, s_x) in zip(table, sources, strict=True):
         row[:] = address_of(v_x), *v_x.strides[:2], address_of(s_x), *s_x.strides
@@ -221,7 +223,7 @@ def run_merge(
     output = Output(
         address_of(v), DTYPE_CODE[dtype_name(v)], v.strides[0], v.strides[1], v.shape[2], 1,
         address_of(s), DTYPE_CODE[dtype_name(s)], s.strides[0], s.strides[1], 1.0 if lse_base == "2" else LN2,
-        np.zeros(0, number), np.zeros((0, 0), number), 0, 0, 0, 0, 0,
+        *_UNCHANGED,
     )  # fmt: skip
     unit = 1.0 if lse_base == "2" else LOG2E
     s_code = DTYPE_CODE[dtype_name(sources[0][1])] if sources else 0
@@ -233,7 +235,7 @@ def run_merge(
 def _merge_splits(work_list: WorkList, output: Output, states: States) -> None:
     if len(work_list.merge_rows) == 0:
         return
-    v, s = states
+    v, s = states.v, states.s
     table = np.array([[address_of(v), *v.strides[:2], address_of(s), *s.strides]], np.int64)
     name = dtype_name(v)
     _run_merge(
@@ -261,16 +263,16 @@ def _level_row(kv: PagedKV) -> tuple[int, ...]:
     return (address_of(k), *k.strides[:3], address_of(v), *v.strides[:3], address_of(ids), kv.page_size, kv.num_pages)
 
 
-def _queries(problem: Problem, q: np.ndarray, scale: float, k_scale: Any) -> Queries:
+def _queries(problem: Problem, q: np.ndarray, scale: float, k_scale: Any, owners: list[np.ndarray]) -> Queries:
     kv, number = problem.levels[0].kv, problem.number
     return Queries(
         address_of(q), DTYPE_CODE[dtype_name(q)], q.strides[0], q.strides[1], kv.head_dim_qk,
         problem.num_qo_heads // kv.num_kv_heads, number.type(scale),
-        _per_kv_head(k_scale, kv.num_kv_heads, kv.head_dim_qk, number),
+        _place(_per_kv_head(k_scale, kv.num_kv_heads, kv.head_dim_qk, number), owners),
     )  # fmt: skip
 
 
-def _output(problem: Problem) -> Output:
+def _output(problem: Problem, owners: list[np.ndarray]) -> Output:
     kv, options, number = problem.levels[0].kv, problem.options, problem.number
     out, lse, gate = problem.out, problem.lse, options.output_gate
     lse_place = 0, 0, 0, 0
@@ -279,7 +281,8 @@ def _output(problem: Problem) -> Output:
     return Output(
         address_of(out), DTYPE_CODE[dtype_name(out)], out.strides[0], out.strides[1], kv.head_dim_vo,
         problem.num_qo_heads // kv.num_kv_heads, *lse_place, 1.0 if options.lse_base == "2" else LN2,
-        _log2_units(options.sinks, number), _per_kv_head(options.v_scale, kv.num_kv_heads, kv.head_dim_vo, number),
+        _place(_log2_units(options.sinks, number), owners),
+        _place(_per_kv_head(options.v_scale, kv.num_kv_heads, kv.head_dim_vo, number), owners),
         *((0, 0, 0, 0, 0) if gate is None else _gate(gate)),
     )  # fmt: skip
 
@@ -289,32 +292,46 @@ def _gate(gate: np.ndarray) -> tuple[int, int, int, int, int]:
     return address_of(gate), DTYPE_CODE[dtype_name(gate)], gate.strides[0], gate.strides[1], step
 
 
-def _states(work_list: WorkList, num_qo_heads: int, dim: int, number: np.dtype) -> States:
-    shape = (work_list.num_states, num_qo_heads)
-    return States(np.empty((*shape, dim), number), np.empty(shape, number))
+class States(NamedTuple):
+    """Partial results of split rows: normalised values and base-2 lse, and where a kernel finds them."""
+
+    v: np.ndarray  # number [num_states, num_qo_heads, dim]
+    s: np.ndarray  # number [num_states, num_qo_heads]
+    rows: Output
 
 
-@cache
-def _nothing(number: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return what stands for an absent vector and an absent matrix."""
-    return np.zeros(0, number), np.zeros((0, 0), number)
+def _states(shape: tuple[int, int, int], group_size: int, number: np.dtype) -> States:
+    v, s, code = np.empty(shape, number), np.empty(shape[:2], number), DTYPE_CODE[name_of(number)]
+    rows = Output(
+        address_of(v), code, v.strides[0], v.strides[1], shape[2], group_size,
+        address_of(s), code, s.strides[0], s.strides[1], 1.0, *_UNCHANGED,
+    )  # fmt: skip
+    return States(v, s, rows)
 
 
-def _per_kv_head(scale: Any, num_kv_heads: int, dim: int, number: np.dtype) -> np.ndarray:
+def _place(values: np.ndarray | None, owners: list[np.ndarray]) -> int:
+    """Return where an array lies that its owner keeps from now on; 0 for none."""
+    if values is None:
+        return 0
+    owners.append(values)
+    return address_of(values)
+
+
+def _per_kv_head(scale: Any, num_kv_heads: int, dim: int, number: np.dtype) -> np.ndarray | None:
     if scale is None:
-        return _nothing(number)[1]
+        return None
     wide = np.asarray(scale).astype(np.float64)
     return np.ascontiguousarray(np.broadcast_to(wide, (num_kv_heads, dim)).astype(number))
 
 
-def _log2_units(values: Any, number: np.dtype) -> np.ndarray:
+def _log2_units(values: Any, number: np.dtype) -> np.ndarray | None:
     if values is None:
-        return _nothing(number)[0]
+        return None
     with np.errstate(over="ignore"):  # sinks far below zero become -inf, which is none
         return (values.astype(np.float64) * LOG2E).astype(number)
 
 
-def _rules(problem: Problem, plan: Plan) -> tuple[Rules, bool]:
+def _rules(problem: Problem, plan: Plan, owners: list[np.ndarray]) -> tuple[Rules, bool]:
     """Return the rules, and whether any goes beyond positions."""
     options, number, kv = problem.options, problem.number, problem.levels[0].kv
     places, mask = plan.places, options.attn_mask
@@ -323,17 +340,18 @@ def _rules(problem: Problem, plan: Plan) -> tuple[Rules, bool]:
         mask_code = MASK_BOOL if mask.dtype == np.bool_ else DTYPE_CODE[dtype_name(mask)]
         request, head, row, key = (0 if n == 1 else x for n, x in zip(mask.shape, mask.strides, strict=True))
         strides = request, head, row, key
-    cos = sin = _nothing(number)[1]
+    cos = sin = k_scale = None
     origin = 0
     if options.rope is not None:
         (origin, cos, sin), _, _ = _rope_planes(options.rope, problem, plan)
+        k_scale = _per_kv_head(options.k_scale, kv.num_kv_heads, kv.head_dim_qk, number)
     unmapped = any(level.kv.kv_indices.min(initial=0) < 0 for level in problem.levels)
     full = unmapped or any(x is not None for x in (mask, options.alibi_slopes, options.rope)) or options.soft_cap > 0
     rules = Rules(
-        places.row_position, options.window_left, options.chunk_size, number.type(options.soft_cap * LOG2E),
-        _log2_units(options.alibi_slopes, number), 0 if mask is None else address_of(mask), mask_code, strides,
-        places.row_request, places.row_index, cos, sin, origin,
-        _per_kv_head(options.k_scale if options.rope is not None else None, kv.num_kv_heads, kv.head_dim_qk, number),
+        _place(places.row_position, owners), options.window_left, options.chunk_size,
+        number.type(options.soft_cap * LOG2E), _place(_log2_units(options.alibi_slopes, number), owners),
+        _place(mask, owners), mask_code, strides, _place(places.row_request, owners), _place(places.row_index, owners),
+        _place(cos, owners), _place(sin, owners), origin, _place(k_scale, owners),
     )  # fmt: skip
     return rules, full
 
@@ -359,7 +377,7 @@ def _prepared_query(problem: Problem, plan: Plan) -> tuple[np.ndarray, float]:
     tasks = -(-rows // PREPARED_PER_TASK)
     workers.run(
         prepare_worker, (number,), tasks, _threads(prepared.nbytes, prepared.size),
-        _queries(problem, problem.q, 1.0, None), problem.num_qo_heads, np.zeros(2, np.int64), tasks,
+        _queries(problem, problem.q, 1.0, None, []), problem.num_qo_heads, np.zeros(2, np.int64), tasks,
         none.reshape(-1) if prepare.gain is None else prepare.gain.astype(number), float(prepare.eps),
         none if prepare.cos is None else np.ascontiguousarray(prepare.cos, number),
         none if prepare.sin is None else np.ascontiguousarray(prepare.sin, number),
