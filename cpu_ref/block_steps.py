@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nbattn.cpu_ref.blocks import query_operand, score_heads, tokens_ahead, weigh_values
-from nbattn.cpu_ref.compiling import inlined, variants
+from nbattn.cpu_ref.compiling import inlined, keep_short, variants
 from nbattn.cpu_ref.many_rows import (
     PANEL_KEYS,
     SPARE_COLUMNS,
@@ -93,6 +93,7 @@ def make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
 @variants(make_scratch)
 def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
     def few(tile, kind, q, rotating, max_heads, dim, value_dim):
+        keep_short()
         lists = zeros(np.int64, 2, KEYS)
         keys = zeros(number_type(kind), max_heads * KEYS if rotating else 0, q.shape[1])
         for j in range(KEYS):

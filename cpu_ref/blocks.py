@@ -27,10 +27,9 @@ from nbattn.cpu_ref.tiles import (
     value_tile_1_select,
     value_tile_4,
 )
-from nbattn.scoring import exp2, shift
 
 SPAN_BYTES = 8192  # how far the tokens that are taken together may reach in memory
-LEAST_VALUES = 2  # tokens of V taken together at least: sums leave the registers after them
+LEAST_VALUES = np.int64(2)  # tokens of V taken together at least: sums leave the registers after them
 
 
 @constants
@@ -147,22 +146,6 @@ def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_
 def padded(n):
     """Return `n` rounded up to whole vectors."""
     return (n + ROW_MULTIPLE - 1) // ROW_MULTIPLE * ROW_MULTIPLE
-
-
-@part
-def fold(total, total_sum, total_m, acc, d_sum, m, rows, dim):
-    """Add the running accumulators of `rows` rows to their totals and clear them.
-
-    ``total`` and ``total_sum`` are relative to ``total_m``, which becomes the running maximum. A row's sums stay short
-    this way: equal weights round alike, and one long sequence of float32 additions would drift.
-    """
-    for row in range(rows):
-        factor = exp2(total_m[row] - shift(m[row]))
-        for d in range(dim):
-            total[row, d] = total[row, d] * factor + acc[row, d]
-            acc[row, d] = 0
-        total_sum[row] = total_sum[row] * factor + d_sum[row]
-        total_m[row], d_sum[row] = m[row], 0
 
 
 def query_bits(kind, rows, dim):

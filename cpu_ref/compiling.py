@@ -15,8 +15,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from numba import config, njit
-from numba.extending import overload
+from numba import config, njit, types
+from numba.extending import intrinsic, overload
 
 from nbattn.cache import cache_directory, hash_of, versions_of
 
@@ -63,6 +63,17 @@ def part(function: Callable) -> Any:
 def variants(function: Callable) -> Callable:
     """Compile `function` as the decorated one returns it for the types of its arguments, like a `part`."""
     return overload(function, jit_options=_PART_OPTIONS)
+
+
+@intrinsic
+def keep_short(typingctx):
+    """Let LLVM neither unroll nor vectorise the loops of the calling function: they are short, or vectors already."""
+
+    def codegen(context, builder, sig, args):
+        builder.function.attributes.add("optsize")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 def inlined(function: Callable) -> Any:

@@ -11,7 +11,6 @@ import math
 import numpy as np
 
 from nbattn.cpu_ref.blocks import (
-    fold,
     padded,
     query_bits,
     query_operand,
@@ -37,7 +36,7 @@ from nbattn.cpu_ref.problem import (
 from nbattn.cpu_ref.rows import load_queries, store_rows
 from nbattn.cpu_ref.scratch import zeros
 from nbattn.cpu_ref.tags import number_type
-from nbattn.cpu_ref.tiles import FOLD_KEYS, KEYS, softmax_block
+from nbattn.cpu_ref.tiles import FOLD_KEYS, KEYS, fold_block, softmax_block
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import mapped_page, page_and_slot, selected_token
 from nbattn.work_list import GATHER_KV_LEN, GATHER_PAGE_BEGIN, GATHER_ROW, GATHER_STATE, LIST_BEGIN, LIST_END
@@ -132,7 +131,9 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
                          after, k_head, tokens_ahead(level[K_SLOT]), idle)  # fmt: skip
             summed += n
             if n_next <= 0 or summed >= FOLD_KEYS:
-                fold(total, total_sum, total_m, acc, d_sum, m, num_rows, output.dim)
+                fold_block(kind, address_of(total), address_of(acc), acc.strides[0], output.dim, address_of(total_sum),
+                           address_of(d_sum), address_of(total_m), address_of(m), address_of(alpha),
+                           num_rows)  # fmt: skip
                 summed = 0
             n, now, coming = n_next, coming, now
         target, first = output, row

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from nbattn.cpu_ref.block_steps import Block, Side, block_shape, make_scratch, prepare_rows, score_block, weigh_block
-from nbattn.cpu_ref.blocks import fold, padded, query_bits
+from nbattn.cpu_ref.blocks import padded, query_bits
 from nbattn.cpu_ref.compiling import kernel, part
 from nbattn.cpu_ref.number_formats import address_of, load_int32, store_int64
 from nbattn.cpu_ref.problem import (
@@ -32,7 +32,7 @@ from nbattn.cpu_ref.rows import load_queries, store_rows
 from nbattn.cpu_ref.rules import apply_rules
 from nbattn.cpu_ref.scratch import zeros
 from nbattn.cpu_ref.tags import number_type
-from nbattn.cpu_ref.tiles import FOLD_KEYS, softmax_block
+from nbattn.cpu_ref.tiles import FOLD_KEYS, fold_block, softmax_block
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import page_and_slot, visible_keys
 from nbattn.work_list import (
@@ -203,7 +203,9 @@ def paged_worker(
                         queries.dim, 0 if rotating else n_next)  # fmt: skip
             summed += n
             if n_next <= 0 or summed >= FOLD_KEYS:
-                fold(total, total_sum, total_m, acc, d_sum, m, heads * rows, output.dim)
+                fold_block(kind, address_of(total), address_of(acc), acc.strides[0], output.dim, address_of(total_sum),
+                           address_of(d_sum), address_of(total_m), address_of(m), address_of(alpha),
+                           heads * rows)  # fmt: skip
                 summed = 0
             key, n, here, coming = key + n, n_next, coming, here
         target, first_row = output, row_begin

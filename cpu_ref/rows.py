@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from nbattn.cpu_ref.compiling import part
+from nbattn.cpu_ref.compiling import keep_short, part
 from nbattn.cpu_ref.number_formats import (
     DTYPE_CODE,
     bfloat_to_float,
@@ -59,6 +59,7 @@ def read_number(address, code):
 @part
 def read_row(target, address, code, dim):
     """Copy `dim` numbers of the dtype `code` at `address` to `target`, a row padded to whole vectors."""
+    keep_short()
     if code == _FLOAT32:
         widen_float32(address, target, dim)
     elif code == _FLOAT16:
@@ -72,6 +73,7 @@ def read_row(target, address, code, dim):
 @part
 def write_row(kind, address, code, source, dim):
     """Write the first `dim` numbers of the padded row `source` at `address`, rounded once to the dtype `code`."""
+    keep_short()
     if code == _FLOAT32:
         narrow_float32(kind, source, address, dim)
     elif code == _FLOAT16:
@@ -85,6 +87,7 @@ def write_row(kind, address, code, source, dim):
 @part
 def finish_values(kind, output, row, qo_head, values):
     """Scale, gate, round and write the normalised `values` of one row and head, a padded row."""
+    keep_short()
     dim, size = output.dim, bytes_of(kind)[1]
     if output.v_scale != 0:
         multiply_row(kind, values, output.v_scale + kv_head_of(qo_head, output.group_size) * dim * size, dim)
@@ -99,6 +102,7 @@ def finish_values(kind, output, row, qo_head, values):
 @part
 def load_queries(kind, queries, row_begin, row_end, head_begin, heads, packed, packed_stride):
     """Pack query rows from the address `packed` on: widened, zero-padded, times the key scale of their KV head."""
+    keep_short()
     dim = queries.dim
     for head in range(head_begin, head_begin + heads):
         for row in range(row_begin, row_end):
@@ -116,6 +120,7 @@ def load_queries(kind, queries, row_begin, row_end, head_begin, heads, packed, p
 @part
 def store_rows(kind, output, row_begin, row_end, head_begin, heads, acc, acc_stride, m, d_sum):
     """Normalise, finish and write rows of `acc` and their lse. All places are addresses."""
+    keep_short()
     size = bytes_of(kind)[1]
     for head in range(head_begin, head_begin + heads):
         for row in range(row_begin, row_end):

@@ -310,7 +310,7 @@ def _states(shape: tuple[int, int, int], group_size: int, number: np.dtype) -> S
 
 
 def _place(values: np.ndarray | None, owners: list[np.ndarray]) -> int:
-    """Return where an array lies that its owner keeps from now on; 0 for none."""
+    """Return where an array lies, which `owners` keep alive from now on; 0 for none."""
     if values is None:
         return 0
     owners.append(values)

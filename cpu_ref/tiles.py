@@ -318,3 +318,39 @@ def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
         return context.get_dummy_value()
 
     return types.void(kind, *[_BYTES] * 7), codegen
+
+
+@intrinsic
+def fold_block(typingctx, kind, total, acc, stride, dim, total_sum, d_sum, total_m, m, factors, rows):
+    """Add the running sums of `rows` rows to their totals and clear them.
+
+    ``f = 2**(total_m - m); total = total * f + acc; total_sum = total_sum * f + d_sum; total_m = m``, with f written
+    to `factors`. A row's sums stay short this way: equal weights round alike, and one long sequence of float32
+    additions would drift. `stride` is from row to row of `total` and of `acc`; all lines are padded to whole vectors.
+    """
+
+    def codegen(context, builder, sig, args):
+        _, total, acc, stride, dim, total_sum, d_sum, total_m, m, factors, rows = args
+        lanes = Lanes(builder, kind.tag)
+        nothing = lanes.splat(0.0)
+
+        def add(sums, running, factor):
+            lanes.store(lanes.fma(lanes.load(sums), factor, lanes.load(running)), sums)
+            lanes.store(nothing, running)
+
+        with lanes.loop(0, rows, lanes.count) as (row, _):
+            place = lanes.mul(row, lanes.bytes)
+            new, old = (lanes.load(lanes.add(at, place)) for at in (m, total_m))
+            factor = lanes.exp2(builder.fsub(old, lanes.larger(new, lanes.splat(float(LOWEST)))))
+            add(lanes.add(total_sum, place), lanes.add(d_sum, place), factor)
+            lanes.store(new, lanes.add(total_m, place))
+            lanes.store(factor, lanes.add(factors, place))
+        with lanes.loop(0, rows, 1) as (row, _):
+            factor = lanes.load_splat(lanes.add(factors, lanes.mul(row, lanes.bytes)))
+            first = lanes.mul(row, stride)
+            with lanes.loop(0, dim, lanes.count) as (d, _):
+                inside = lanes.add(first, lanes.mul(d, lanes.bytes))
+                add(lanes.add(total, inside), lanes.add(acc, inside), factor)
+        return context.get_dummy_value()
+
+    return types.void(kind, *[_BYTES] * 10), codegen
