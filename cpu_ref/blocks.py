@@ -12,7 +12,7 @@ from nbattn.cpu_ref import primitives  # noqa: F401 - registers the CPU versions
 from nbattn.cpu_ref.compiling import inlined, part, variants
 from nbattn.cpu_ref.lanes import lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import address_of
-from nbattn.cpu_ref.packing import fill_ones, pack_weights
+from nbattn.cpu_ref.packing import fill, pack_weights
 from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.rows import ROW_MULTIPLE
 from nbattn.cpu_ref.scratch import zeros
@@ -139,7 +139,7 @@ def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_
                     done += 1
                 ahead, ahead_head = idle, np.int64(0)
         if begin == 0:
-            fill_ones(kind, alpha, padded(heads * rows))
+            fill(kind, alpha, padded(heads * rows), 1)
 
 
 @part

@@ -20,6 +20,7 @@ from nbattn.cpu_ref.blocks import (
 )
 from nbattn.cpu_ref.compiling import kernel, part
 from nbattn.cpu_ref.number_formats import address_of, load_int32, load_int64, store_int64
+from nbattn.cpu_ref.packing import fill
 from nbattn.cpu_ref.problem import (
     K_ADDRESS,
     K_HEAD,
@@ -112,8 +113,11 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
         tokens, end = token_indices[row], np.int64(item[LIST_END])
         load_queries(kind, queries, row, row + 1, 0, heads, address_of(q), q.strides[0])
         operand = query_operand(kind, q, bits, num_rows, queries.dim)
-        running[:], acc[:], total[:] = 0, 0, 0
-        m[:], total_m[:] = -math.inf, -math.inf
+        fill(kind, address_of(acc), acc.size, 0)
+        fill(kind, address_of(total), total.size, 0)
+        fill(kind, address_of(running), running.size, 0)
+        fill(kind, address_of(m), stride, -math.inf)
+        fill(kind, address_of(total_m), stride, -math.inf)
         summed = 0
         # in the loop over blocks addresses only: arrays are counted, atomically, with every slice of them
         now, coming = address_of(lists), address_of(lists) + 2 * lists.strides[0]

@@ -168,17 +168,18 @@ def prefetch_rows(typingctx, rows, n, size):
 
 
 @intrinsic
-def fill_ones(typingctx, kind, place, n):
-    """``place[:n] = 1`` of the kind's arithmetic type, for whole vectors."""
+def fill(typingctx, kind, place, n, value):
+    """``place[:n] = value`` of the kind's arithmetic type, for whole vectors."""
 
     def codegen(context, builder, sig, args):
-        _, place, n = args
+        _, place, n, value = args
         lanes = Lanes(builder, kind.tag)
+        vector = lanes.splat(value)
         with lanes.loop(0, n, lanes.count) as (i, _):
-            lanes.store(lanes.splat(1.0), lanes.add(place, lanes.mul(i, lanes.bytes)))
+            lanes.store(vector, lanes.add(place, lanes.mul(i, lanes.bytes)))
         return context.get_dummy_value()
 
-    return types.void(kind, _BYTES, _BYTES), codegen
+    return types.void(kind, _BYTES, _BYTES, types.float64 if kind.tag == "float64" else types.float32), codegen
 
 
 @intrinsic

@@ -13,8 +13,9 @@ import numpy as np
 
 from nbattn.cpu_ref.block_steps import Block, Side, block_shape, make_scratch, prepare_rows, score_block, weigh_block
 from nbattn.cpu_ref.blocks import padded, query_bits
-from nbattn.cpu_ref.compiling import kernel, part
+from nbattn.cpu_ref.compiling import keep_short, kernel, part
 from nbattn.cpu_ref.number_formats import address_of, load_int32, store_int64
+from nbattn.cpu_ref.packing import fill
 from nbattn.cpu_ref.problem import (
     K_ADDRESS,
     K_HEAD,
@@ -65,8 +66,8 @@ def find_rows(lists, keys, level, head, page_begin, key, n):
     j = np.int64(0)
     while j < n:
         page_id = np.int64(load_int32(page_ids + 4 * (page_begin + page)))
-        k_row, v_row = k_first + max(page_id, 0) * k_page, v_first + max(page_id, 0) * v_page
-        k_row, v_row = k_row + slot * k_slot, v_row + slot * v_slot
+        mapped = page_id if page_id > 0 else 0
+        k_row, v_row = k_first + mapped * k_page + slot * k_slot, v_first + mapped * v_page + slot * v_slot
         stop = min(j + page_size - slot, n)
         while j < stop:
             store_int64(lists + 8 * j, k_row)
@@ -123,6 +124,7 @@ def paged_worker(
     output, states : Output
         The result, and the partial states of split rows.
     """
+    keep_short()
     group = queries.group_size
     number = number_type(kind)
     keys, spare_rows, spare_columns = block_shape(tile)
@@ -153,10 +155,13 @@ def paged_worker(
         tokens = row_end - row_begin
         rows = tokens * group
         load_queries(number_kind, queries, row_begin, row_end, head_begin, heads, address_of(q), q.strides[0])
-        running[:], acc[:], total[:] = 0, 0, 0
-        m[:], total_m[:] = -math.inf, -math.inf
+        fill(kind, address_of(acc), acc.size, 0)
+        fill(kind, address_of(total), total.size, 0)
+        fill(kind, address_of(s), s.size, 0)
+        fill(kind, address_of(running), running.size, 0)
+        fill(kind, address_of(m), stride, -math.inf)
+        fill(kind, address_of(total_m), stride, -math.inf)
         summed = 0
-        s[:, heads * rows :] = 0
         last_first, first_end = np.int64(0), kv_len
         for packed in range(heads * rows):
             q_row[packed] = row_begin + packed % rows // group

@@ -42,7 +42,7 @@ class Output(NamedTuple):
     lse_head_stride: int
     lse_unit: float  # 1 for base 2, ln(2) for base e
     sinks: int  # address of number [num_qo_heads], log2 units
-    v_scale: int  # address of number [num_kv_heads, dim]
+    v_scale: int  # address of number [num_qo_heads, dim]
     gate_address: int
     gate_code: int
     gate_stride: int

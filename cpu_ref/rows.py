@@ -35,7 +35,6 @@ from nbattn.cpu_ref.row_copies import (
     widen_float64,
 )
 from nbattn.cpu_ref.tags import number_type
-from nbattn.indexing import kv_head_of
 from nbattn.scoring import LOG2E, close_row, sigmoid
 
 ROW_MULTIPLE = 16  # rows of numbers are padded to whole vectors of any width
@@ -90,7 +89,7 @@ def finish_values(kind, output, row, qo_head, values):
     keep_short()
     dim, size = output.dim, bytes_of(kind)[1]
     if output.v_scale != 0:
-        multiply_row(kind, values, output.v_scale + kv_head_of(qo_head, output.group_size) * dim * size, dim)
+        multiply_row(kind, values, output.v_scale + qo_head * dim * size, dim)
     if output.gate_address != 0:
         place = output.gate_address + row * output.gate_stride + qo_head * output.gate_head_stride
         for d in range(dim):

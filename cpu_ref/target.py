@@ -282,7 +282,7 @@ def _output(problem: Problem, owners: list[np.ndarray]) -> Output:
         address_of(out), DTYPE_CODE[dtype_name(out)], out.strides[0], out.strides[1], kv.head_dim_vo,
         problem.num_qo_heads // kv.num_kv_heads, *lse_place, 1.0 if options.lse_base == "2" else LN2,
         _place(_log2_units(options.sinks, number), owners),
-        _place(_per_kv_head(options.v_scale, kv.num_kv_heads, kv.head_dim_vo, number), owners),
+        _place(_per_qo_head(options.v_scale, problem, number), owners),
         *((0, 0, 0, 0, 0) if gate is None else _gate(gate)),
     )  # fmt: skip
 
@@ -322,6 +322,12 @@ def _per_kv_head(scale: Any, num_kv_heads: int, dim: int, number: np.dtype) -> n
         return None
     wide = np.asarray(scale).astype(np.float64)
     return np.ascontiguousarray(np.broadcast_to(wide, (num_kv_heads, dim)).astype(number))
+
+
+def _per_qo_head(v_scale: Any, problem: Problem, number: np.dtype) -> np.ndarray | None:
+    kv = problem.levels[0].kv
+    scale = _per_kv_head(v_scale, kv.num_kv_heads, kv.head_dim_vo, number)
+    return None if scale is None else np.repeat(scale, problem.num_qo_heads // kv.num_kv_heads, axis=0)
 
 
 def _log2_units(values: Any, number: np.dtype) -> np.ndarray | None:
