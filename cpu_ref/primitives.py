@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 from numba import types
-from numba.extending import overload, register_jitable
+from numba.extending import overload
 
 from nbattn.cpu_ref.number_formats import bits_to_float, round_even
 from nbattn.indexing import idiv
@@ -54,9 +54,9 @@ _SMALL = np.float32(0.625)  # below it tanh by exp2 would cancel
 _TWO_LOG2E = np.float32(2 / LN2)
 
 
-@register_jitable(**_OPTIONS)
 def _exp2_float32(x):
-    clamped = min(max(x, _LOW), _HIGH)
+    clamped = x if x > _LOW else _LOW  # min and max would be two more functions to compile
+    clamped = clamped if clamped < _HIGH else _HIGH
     whole = round_even(clamped)
     f = clamped - whole
     p = _ONE + f * (_C1 + f * (_C2 + f * (_C3 + f * (_C4 + f * _C5))))
@@ -67,16 +67,13 @@ def _exp2_float32(x):
 
 @overload(exp2, target="cpu", jit_options=_OPTIONS)
 def _exp2(x):
-    if x == types.float32:
-        return lambda x: _exp2_float32(x)
-    return lambda x: math.pow(2.0, x)
+    return _exp2_float32 if x == types.float32 else lambda x: math.pow(2.0, x)
 
 
-@register_jitable(**_OPTIONS)
 def _tanh_float32(x):
     z = x * x
     near = x + x * z * (_T0 + z * (_T1 + z * (_T2 + z * (_T3 + z * (_T4 + z * _T5)))))
-    far = _ONE - _TWO / (_exp2_float32(abs(x) * _TWO_LOG2E) + _ONE)
+    far = _ONE - _TWO / (exp2(abs(x) * _TWO_LOG2E) + _ONE)
     far = far if x >= _ZERO else -far
     y = near if abs(x) < _SMALL else far
     return y if x == x else x
@@ -84,9 +81,7 @@ def _tanh_float32(x):
 
 @overload(tanh, target="cpu", jit_options=_OPTIONS)
 def _tanh(x):
-    if x == types.float32:
-        return lambda x: _tanh_float32(x)
-    return lambda x: math.tanh(x)
+    return _tanh_float32 if x == types.float32 else lambda x: math.tanh(x)
 
 
 @overload(shift, target="cpu", jit_options=_OPTIONS)
