@@ -33,7 +33,7 @@ from nbattn.cpu_ref.rows import load_queries, store_rows
 from nbattn.cpu_ref.rules import apply_rules
 from nbattn.cpu_ref.scratch import zeros
 from nbattn.cpu_ref.tags import number_type
-from nbattn.cpu_ref.tiles import FOLD_KEYS, fold_block, softmax_block
+from nbattn.cpu_ref.tiles import FOLD_KEYS, drop_outside, fold_block, softmax_block
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import page_and_slot, visible_keys
 from nbattn.work_list import (
@@ -81,17 +81,6 @@ def find_rows(lists, keys, level, head, page_begin, key, n):
         store_int64(unmapped + 8 * rest, 1)
 
 
-@part
-def drop_outside(s, n, first_key, first, end, rows, last_first, first_end):
-    """Set the scores of keys outside each row's interval to -inf; all rows see ``last_first .. first_end``."""
-    for j in range(n):
-        if last_first <= first_key + j < first_end:
-            continue
-        for row in range(rows):
-            if first_key + j < first[row] or first_key + j >= end[row]:
-                s[j, row] = -math.inf
-
-
 @kernel
 def paged_worker(
     kind,
@@ -136,7 +125,7 @@ def paged_worker(
     s = zeros(number, keys, stride)
     running = zeros(number, 5, stride)
     m, d_sum, alpha, total_m, total_sum = running[0], running[1], running[2], running[3], running[4]
-    of_row = zeros(np.int64, 5, max_rows)
+    of_row = zeros(np.int64, 5, stride)
     first, end, qo_head, q_row, position = of_row[0], of_row[1], of_row[2], of_row[3], of_row[4]
     lists = zeros(np.int64, 6, keys)  # what `find_rows` lists: of this block and of the next
     list_bytes = 3 * lists.strides[0]
@@ -200,7 +189,8 @@ def paged_worker(
             select = apply_rules(rule_tag, kind, rules, s, n, heads * rows, key, key_base, key_position,
                                  here + 16 * keys, qo_head, q_row, position)  # fmt: skip
             if not whole:
-                drop_outside(s, n, key, first, end, heads * rows, last_first, first_end)
+                drop_outside(kind, address_of(s), s.strides[0], n, key, first_address, end_address, heads * rows,
+                             last_first, first_end)  # fmt: skip
                 select = True
             softmax_block(kind, address_of(s), s.strides[0], n, padded(heads * rows), address_of(m), address_of(d_sum),
                           address_of(alpha))  # fmt: skip

@@ -9,6 +9,7 @@ All addresses and strides are in bytes. Each operation gives its meaning in NumP
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 
 import llvmlite.ir as ir
@@ -270,6 +271,36 @@ def value_panel(typingctx, kind, p, p_stride, v, steps, alpha, acc, acc_stride):
         return context.get_dummy_value()
 
     return types.void(kind, *[_BYTES] * 8), codegen
+
+
+@intrinsic
+def drop_outside(typingctx, kind, s, s_stride, n, key, first, end, rows, last_first, first_end):
+    """``s[j, i] = -inf`` unless ``first[i] <= key + j < end[i]``, for ``j < n, i < rows``.
+
+    `first` and `end` are int64, padded to whole vectors; all rows see ``last_first .. first_end``.
+    """
+
+    def codegen(context, builder, sig, args):
+        _, s, s_stride, n, key, first, end, rows, last_first, first_end = args
+        lanes = Lanes(builder, kind.tag)
+        places = ir.VectorType(I64, lanes.count)
+
+        def inside(here, low, high):
+            return builder.and_(builder.icmp_signed("<=", low, here), builder.icmp_signed("<", here, high))
+
+        with lanes.loop(0, n, 1) as (j, _):
+            here = lanes.add(key, j)
+            with (
+                builder.if_then(builder.not_(inside(here, last_first, first_end))),
+                lanes.loop(0, rows, lanes.count) as (row, _),
+            ):
+                low, high = (lanes.load_as(places, lanes.add(x, lanes.mul(row, 8)), 8) for x in (first, end))
+                at = lanes.add(lanes.add(s, lanes.mul(s_stride, j)), lanes.mul(row, lanes.bytes))
+                kept = inside(lanes.splat(here), low, high)
+                lanes.store(builder.select(kept, lanes.load(at), lanes.splat(-math.inf)), at)
+        return context.get_dummy_value()
+
+    return types.void(kind, *[_BYTES] * 9), codegen
 
 
 @intrinsic
