@@ -137,7 +137,7 @@ class PagedCall:
         self.entries: dict[Any, Any] = {}  # the kernel's compiled code for each kind of task
         shape = (plan.work_list.num_states, problem.num_qo_heads, kv.head_dim_vo)
         self.states = shape, problem.num_qo_heads // kv.num_kv_heads, number
-        self.no_states = None if plan.work_list.num_states else _states(*self.states)
+        self.no_states = None if len(plan.work_list.merge_rows) else _NO_STATES  # none is written, none merged
 
     address = staticmethod(address_of)
 
@@ -309,6 +309,9 @@ def _states(shape: tuple[int, int, int], group_size: int, number: np.dtype) -> S
     return States(v, s, rows)
 
 
+_NO_STATES = States(np.zeros((0, 0, 0)), np.zeros((0, 0)), Output(*[0] * 10, 1.0, *_UNCHANGED))
+
+
 def _place(values: np.ndarray | None, owners: list[np.ndarray]) -> int:
     """Return where an array lies, which `owners` keep alive from now on; 0 for none."""
     if values is None:
@@ -352,7 +355,8 @@ def _rules(problem: Problem, plan: Plan, owners: list[np.ndarray]) -> tuple[Rule
         (origin, cos, sin), _, _ = _rope_planes(options.rope, problem, plan)
         k_scale = _per_kv_head(options.k_scale, kv.num_kv_heads, kv.head_dim_qk, number)
     unmapped = any(level.kv.kv_indices.min(initial=0) < 0 for level in problem.levels)
-    full = unmapped or any(x is not None for x in (mask, options.alibi_slopes, options.rope)) or options.soft_cap > 0
+    added = mask is not None or options.alibi_slopes is not None or options.soft_cap > 0
+    full = unmapped or added or options.rope is not None
     rules = Rules(
         _place(places.row_position, owners), options.window_left, options.chunk_size,
         number.type(options.soft_cap * LOG2E), _place(_log2_units(options.alibi_slopes, number), owners),

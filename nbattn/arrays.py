@@ -129,6 +129,7 @@ def has_form(x: Any, form: Form | None) -> bool:
     return type(x) is form[0] and form[1] == (x.dtype, x.shape, x.strides)
 
 
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _names: dict[np.dtype, str] = {}  # str(dtype) takes a microsecond, and a call asks a dozen times
 
 
@@ -158,4 +159,4 @@ def dtype_from_name(name: Any, argument: str = "dtype") -> np.dtype:
 
 def accumulator_dtype(query_dtype: str) -> np.dtype:
     """Return the dtype in which scores, weights and states are kept: float64 for float64, else float32."""
-    return np.dtype(np.float64 if query_dtype == "float64" else np.float32)
+    return _FLOAT64 if query_dtype == "float64" else _FLOAT32

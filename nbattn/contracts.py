@@ -49,8 +49,9 @@ def check_query(q: Array, kv: PagedKV) -> str:
         raise ContractError(f"kv: must be a PagedKV, got {type(kv).__name__}. Make one with PagedKV.from_slots(...).")
     if q.ndim != 3:
         raise ContractError(f"q: must be [total_q, num_qo_heads, head_dim], got shape {q.shape}.")
-    if dtype_name(q) not in QUERY_DTYPES:
-        raise ContractError(f"q: must be one of {', '.join(QUERY_DTYPES)}, got {dtype_name(q)}.")
+    dtype = dtype_name(q)
+    if dtype not in QUERY_DTYPES:
+        raise ContractError(f"q: must be one of {', '.join(QUERY_DTYPES)}, got {dtype}.")
     library = common_library(q=q, k=kv.k)
     if q.shape[2] != kv.head_dim_qk:
         raise ContractError(f"q: must have the keys' head size {kv.head_dim_qk}, got {q.shape[2]}.")
@@ -61,13 +62,13 @@ def check_query(q: Array, kv: PagedKV) -> str:
             + (swapped_hint(kv.kv_layout, "the cache's axes") if fits else ".")
         )
     check_last_axis("q", q)
-    if kv.kv_dtype != dtype_name(q) and not (kv.kv_dtype in QUANTIZED_DTYPES and dtype_name(q) != "float64"):
+    if kv.kv_dtype != dtype and not (kv.kv_dtype in QUANTIZED_DTYPES and dtype != "float64"):
         raise ContractError(
-            f"k, v: must have q's dtype {dtype_name(q)}"
-            + ("" if dtype_name(q) == "float64" else f" or one of {', '.join(QUANTIZED_DTYPES)}")
+            f"k, v: must have q's dtype {dtype}"
+            + ("" if dtype == "float64" else f" or one of {', '.join(QUANTIZED_DTYPES)}")
             + f", got {kv.kv_dtype}."
         )
-    if library != "numpy" and dtype_name(q) == "float64":
+    if library != "numpy" and dtype == "float64":
         raise TargetError("q: float64 runs on the CPU only, got a CuPy array. Use float32 or cupy.asnumpy(q).")
     return library
 
