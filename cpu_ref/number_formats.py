@@ -149,31 +149,6 @@ def bfloat_to_float(typingctx, bits):
 
 
 @intrinsic
-def float_to_half(typingctx, value):
-    """float16 bits of a float32, rounded to nearest even."""
-
-    def codegen(context, builder, sig, args):
-        return to_half(builder, args[0])
-
-    return types.uint16(types.float32), codegen
-
-
-@intrinsic
-def float_to_bfloat(typingctx, value):
-    """bfloat16 bits of a float32, rounded to nearest even; a NaN stays one."""
-
-    def codegen(context, builder, sig, args):
-        bits = builder.bitcast(args[0], I32)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
-        rounded = builder.add(bits, builder.add(odd, ir.Constant(I32, 0x7FFF)))
-        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        quiet = builder.or_(bits, ir.Constant(I32, 0x400000))
-        return builder.trunc(builder.lshr(builder.select(is_nan, quiet, rounded), ir.Constant(I32, 16)), I16)
-
-    return types.uint16(types.float32), codegen
-
-
-@intrinsic
 def load_cache(typingctx, kind, address):
     """Load one cache element from a byte address and widen it."""
     element = ELEMENT[kind.tag]

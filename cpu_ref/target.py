@@ -309,7 +309,7 @@ def _states(shape: tuple[int, int, int], group_size: int, number: np.dtype) -> S
     return States(v, s, rows)
 
 
-_NO_STATES = States(np.zeros((0, 0, 0)), np.zeros((0, 0)), Output(*[0] * 10, 1.0, *_UNCHANGED))
+_NO_STATES = States(np.zeros((0, 0, 0)), np.zeros((0, 0)), Output(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, *_UNCHANGED))
 
 
 def _place(values: np.ndarray | None, owners: list[np.ndarray]) -> int:

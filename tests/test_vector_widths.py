@@ -14,23 +14,23 @@ import numpy as np
 from numba import njit
 from nbattn import testing
 from nbattn.cpu_ref import cpu
-from nbattn.cpu_ref.number_formats import float_to_half, half_to_float
+from nbattn.cpu_ref.number_formats import address_of, half_to_float
+from nbattn.cpu_ref.row_copies import narrow_float16
+from nbattn.cpu_ref.tags import CACHE_KINDS
 
 @njit
-def there_and_back(bits, values, again):
+def widen(bits, values):
     for i in range(bits.shape[0]):
         values[i] = half_to_float(bits[i])
-    for i in range(again.shape[0]):
-        again[i] = float_to_half(values[i])
 
 @njit
-def narrow(values, bits):
-    for i in range(values.shape[0]):
-        bits[i] = float_to_half(values[i])
+def narrow(kind, values, bits):
+    narrow_float16(kind, address_of(values), address_of(bits), bits.shape[0])
 
 bits = np.arange(65536, dtype=np.uint32).astype(np.uint16)
 values, again = np.empty(65536, np.float32), np.empty(65536, np.uint16)
-there_and_back(bits, values, again)
+widen(bits, values)
+narrow(CACHE_KINDS["float32"], values, again)
 exact = bits.view(np.float16).astype(np.float32)
 numbers = ~np.isnan(exact)
 halves = bool((values.view(np.uint32) == exact.view(np.uint32))[numbers].all() and np.isnan(values[~numbers]).all())
@@ -40,7 +40,7 @@ wild = (rng.standard_normal(200_000) * 2.0 ** rng.integers(-30, 20, 200_000)).as
 between = ((exact[1:31744] + exact[:31743]) / 2).astype(np.float32)  # ties
 wild = np.concatenate([wild, between, np.array([65519.9, 65520, 65535.9, 65536, 1e30, np.inf, -np.inf], np.float32)])
 rounded = np.empty(len(wild), np.uint16)
-narrow(wild, rounded)
+narrow(CACHE_KINDS["float32"], np.concatenate([wild, np.zeros(16, np.float32)]), rounded)  # padded to whole vectors
 with np.errstate(over="ignore"):
     halves &= bool((rounded == wild.astype(np.float16).view(np.uint16)).all())
 shares = {}
