@@ -344,8 +344,9 @@ def _rules(problem: Problem, plan: Plan, owners: list[np.ndarray]) -> tuple[Rule
     """Return the rules, and whether any goes beyond positions."""
     options, number, kv = problem.options, problem.number, problem.levels[0].kv
     places, mask = plan.places, options.attn_mask
-    mask_code, strides = 0, (0, 0, 0, 0)
+    mask_code, strides, row_request, row_index = 0, (0, 0, 0, 0), 0, 0
     if mask is not None:
+        row_request, row_index = _place(places.row_request, owners), _place(places.row_index, owners)
         mask_code = MASK_BOOL if mask.dtype == np.bool_ else DTYPE_CODE[dtype_name(mask)]
         request, head, row, key = (0 if n == 1 else x for n, x in zip(mask.shape, mask.strides, strict=True))
         strides = request, head, row, key
@@ -360,7 +361,7 @@ def _rules(problem: Problem, plan: Plan, owners: list[np.ndarray]) -> tuple[Rule
     rules = Rules(
         _place(places.row_position, owners), options.window_left, options.chunk_size,
         number.type(options.soft_cap * LOG2E), _place(_log2_units(options.alibi_slopes, number), owners),
-        _place(mask, owners), mask_code, strides, _place(places.row_request, owners), _place(places.row_index, owners),
+        _place(mask, owners), mask_code, strides, row_request, row_index,
         _place(cos, owners), _place(sin, owners), origin, _place(k_scale, owners),
     )  # fmt: skip
     return rules, full
