@@ -18,6 +18,7 @@ from nbattn.cpu_ref.prepare_query import ROWS_PER_TASK as PREPARED_PER_TASK
 from nbattn.cpu_ref.prepare_query import prepare_worker
 from nbattn.cpu_ref.problem import K_ADDRESS, MASK_BOOL, V_ADDRESS, Output, Queries, Rules
 from nbattn.cpu_ref.tags import CACHE_KINDS, FEW, FULL, MANY, PLAIN, Tag
+from nbattn.indexing import kv_head_of
 from nbattn.kv_cache import PagedKV
 from nbattn.planning import Plan, Tiling
 from nbattn.problem import Level, Preparation, Problem, Rope
@@ -275,14 +276,16 @@ def _queries(problem: Problem, q: np.ndarray, scale: float, k_scale: Any, owners
 def _output(problem: Problem, owners: list[np.ndarray]) -> Output:
     kv, options, number = problem.levels[0].kv, problem.options, problem.number
     out, lse, gate = problem.out, problem.lse, options.output_gate
-    lse_place = 0, 0, 0, 0
+    group, lse_place = problem.num_qo_heads // kv.num_kv_heads, (0, 0, 0, 0)
     if lse is not None:
         lse_place = address_of(lse), DTYPE_CODE[dtype_name(lse)], lse.strides[0], lse.strides[1]
+    v_scale = _per_kv_head(options.v_scale, kv.num_kv_heads, kv.head_dim_vo, number)
+    if v_scale is not None:
+        v_scale = v_scale[kv_head_of(np.arange(problem.num_qo_heads), group)]
     return Output(
         address_of(out), DTYPE_CODE[dtype_name(out)], out.strides[0], out.strides[1], kv.head_dim_vo,
-        problem.num_qo_heads // kv.num_kv_heads, *lse_place, 1.0 if options.lse_base == "2" else LN2,
-        _place(_log2_units(options.sinks, number), owners),
-        _place(_per_qo_head(options.v_scale, problem, number), owners),
+        group, *lse_place, 1.0 if options.lse_base == "2" else LN2,
+        _place(_log2_units(options.sinks, number), owners), _place(v_scale, owners),
         *((0, 0, 0, 0, 0) if gate is None else _gate(gate)),
     )  # fmt: skip
 
@@ -327,12 +330,6 @@ def _per_kv_head(scale: Any, num_kv_heads: int, dim: int, number: np.dtype) -> n
     return np.ascontiguousarray(np.broadcast_to(wide, (num_kv_heads, dim)).astype(number))
 
 
-def _per_qo_head(v_scale: Any, problem: Problem, number: np.dtype) -> np.ndarray | None:
-    kv = problem.levels[0].kv
-    scale = _per_kv_head(v_scale, kv.num_kv_heads, kv.head_dim_vo, number)
-    return None if scale is None else np.repeat(scale, problem.num_qo_heads // kv.num_kv_heads, axis=0)
-
-
 def _log2_units(values: Any, number: np.dtype) -> np.ndarray | None:
     if values is None:
         return None
@@ -344,9 +341,9 @@ def _rules(problem: Problem, plan: Plan, owners: list[np.ndarray]) -> tuple[Rule
     """Return the rules, and whether any goes beyond positions."""
     options, number, kv = problem.options, problem.number, problem.levels[0].kv
     places, mask = plan.places, options.attn_mask
-    mask_code, strides, row_request, row_index = 0, (0, 0, 0, 0), 0, 0
+    mask_code, strides, row_request, row_index = 0, (0, 0, 0, 0), None, None
     if mask is not None:
-        row_request, row_index = _place(places.row_request, owners), _place(places.row_index, owners)
+        row_request, row_index = places.row_request, places.row_index
         mask_code = MASK_BOOL if mask.dtype == np.bool_ else DTYPE_CODE[dtype_name(mask)]
         request, head, row, key = (0 if n == 1 else x for n, x in zip(mask.shape, mask.strides, strict=True))
         strides = request, head, row, key
@@ -356,12 +353,11 @@ def _rules(problem: Problem, plan: Plan, owners: list[np.ndarray]) -> tuple[Rule
         (origin, cos, sin), _, _ = _rope_planes(options.rope, problem, plan)
         k_scale = _per_kv_head(options.k_scale, kv.num_kv_heads, kv.head_dim_qk, number)
     unmapped = any(level.kv.kv_indices.min(initial=0) < 0 for level in problem.levels)
-    added = mask is not None or options.alibi_slopes is not None or options.soft_cap > 0
-    full = unmapped or added or options.rope is not None
+    full = unmapped or any(x is not None for x in (mask, options.alibi_slopes, options.rope)) or options.soft_cap > 0
     rules = Rules(
         _place(places.row_position, owners), options.window_left, options.chunk_size,
         number.type(options.soft_cap * LOG2E), _place(_log2_units(options.alibi_slopes, number), owners),
-        _place(mask, owners), mask_code, strides, row_request, row_index,
+        _place(mask, owners), mask_code, strides, _place(row_request, owners), _place(row_index, owners),
         _place(cos, owners), _place(sin, owners), origin, _place(k_scale, owners),
     )  # fmt: skip
     return rules, full
