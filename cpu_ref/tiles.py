@@ -273,6 +273,11 @@ def value_panel(typingctx, kind, p, p_stride, v, steps, alpha, acc, acc_stride):
     return types.void(kind, *[_BYTES] * 8), codegen
 
 
+def _lowest(kind: str) -> float:
+    """Return the number that `nbattn.scoring.shift` subtracts while no key has been kept."""
+    return LOWEST_DOUBLE if kind == "float64" else float(LOWEST)
+
+
 @intrinsic
 def drop_outside(typingctx, kind, s, s_stride, n, key, first, end, rows, last_first, first_end):
     """``s[j, i] = -inf`` unless ``first[i] <= key + j < end[i]``, for ``j < n, i < rows``.
@@ -314,7 +319,7 @@ def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
     def codegen(context, builder, sig, args):
         _, s, s_stride, n, rows, m, d_sum, alpha = args
         lanes = Lanes(builder, kind.tag)
-        lowest = LOWEST_DOUBLE if kind.tag == "float64" else float(LOWEST)
+        lowest = lanes.splat(_lowest(kind.tag))
         with lanes.loop(0, rows, lanes.count) as (row, _):
             place = lanes.mul(row, lanes.bytes)
             column = lanes.add(s, place)
@@ -334,7 +339,7 @@ def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
             largest = lanes.read(found[0])
             for maximum in found[1:]:
                 largest = lanes.larger(lanes.read(maximum), largest)
-            subtract = lanes.larger(largest, lanes.splat(lowest))
+            subtract = lanes.larger(largest, lowest)
             factor = lanes.exp2(builder.fsub(old, subtract))
             total = lanes.variable(lanes.splat(0.0))
             with lanes.loop(0, n, 1) as (j, _):
@@ -372,7 +377,7 @@ def fold_block(typingctx, kind, total, acc, stride, dim, total_sum, d_sum, total
         with lanes.loop(0, rows, lanes.count) as (row, _):
             place = lanes.mul(row, lanes.bytes)
             new, old = (lanes.load(lanes.add(at, place)) for at in (m, total_m))
-            factor = lanes.exp2(builder.fsub(old, lanes.larger(new, lanes.splat(float(LOWEST)))))
+            factor = lanes.exp2(builder.fsub(old, lanes.larger(new, lanes.splat(_lowest(kind.tag)))))
             add(lanes.add(total_sum, place), lanes.add(d_sum, place), factor)
             lanes.store(new, lanes.add(total_m, place))
             lanes.store(factor, lanes.add(factors, place))
