@@ -30,7 +30,7 @@ from nbattn.errors import ContractError, TargetError, check_choice
 from nbattn.kv_cache import PagedKV
 from nbattn.page_tables import BLOCK_TABLE, INT32_MAX, PAGE_TABLE, SLOTS, host_int64, require_index_array, snapshot
 from nbattn.positions import one_row_each
-from nbattn.problem import FLAG_TYPES, Level
+from nbattn.problem import FLAG_TYPES, Level, as_float
 from nbattn.scoring import LOG2E
 
 WITH_LAYOUT = (PAGE_TABLE, BLOCK_TABLE, SLOTS)  # tables of constructors that take a kv_layout
@@ -143,14 +143,16 @@ def check_bool(name: str, value: Any) -> bool:
 
 def check_number(name: str, value: Any, *, positive: bool = False) -> float:
     """Return a real, finite number."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value or abs(value) == math.inf:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ContractError(f"{name}: must be a finite number, got {value!r}.")
-    size: Any = abs(value)
-    if size > LARGEST_NUMBER:
+    number = as_float(value)
+    if not math.isfinite(number) and not isinstance(value, numbers.Integral):
+        raise ContractError(f"{name}: must be a finite number, got {value!r}.")
+    if abs(number) > LARGEST_NUMBER:
         raise ContractError(f"{name}: must be at most {LARGEST_NUMBER:.4g} in size, got {value!r}.")
-    if positive and value < 0:
+    if positive and number < 0:
         raise ContractError(f"{name}: must not be negative, got {value!r}.")
-    return float(value)
+    return number
 
 
 def check_int(name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import numbers
-import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,14 @@ from nbattn.errors import ContractError
 from nbattn.kv_cache import PagedKV
 
 FLAG_TYPES = (bool, np.bool_, int)
+
+
+def as_float(value: Any) -> float:
+    """Return a real number as a float, infinite where none is so large; NumPy compares numbers in their own range."""
+    try:
+        return float(value)
+    except OverflowError:  # an int
+        return math.inf if value > 0 else -math.inf
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class Rope:
     def __post_init__(self) -> None:
         for name in ("theta", "scale"):
             value = getattr(self, name)
-            if not isinstance(value, numbers.Real) or value <= 0 or not value <= sys.float_info.max:
+            if not isinstance(value, numbers.Real) or not 0 < as_float(value) < math.inf:
                 raise ContractError(f"rope.{name}: must be a positive finite number, got {value!r}.")
 
 

@@ -288,6 +288,16 @@ def test_what_the_refused_calls_are_made_from_works():
         base_works(nbattn.paged_attention, paged(qo_indptr=ints(0, 3, 5, dtype=lists)))
 
 
+def test_numpy_numbers_are_numbers():
+    q, kv = np.ones((ROWS, HEADS, DIM), np.float32), cache()
+    kv.k[:, 1:] = kv.v[:, 1:] = 1
+    for number in (np.float16, np.float32, np.float64, np.longdouble):
+        options = {"sm_scale": 0.5, "logits_soft_cap": 2.0, "rope": Rope(512.0, 2.0)}
+        mine = {"sm_scale": number(0.5), "logits_soft_cap": number(2), "rope": Rope(number(512), number(2))}
+        want, got = (nbattn.paged_attention(**paged(q=q, kv=kv, **x))[0] for x in (options, mine))
+        np.testing.assert_array_equal(got, want)
+
+
 def test_sinks_far_below_zero_are_none_and_float64_has_its_own_range():
     low = np.array([-np.inf, np.finfo(np.float64).min, np.finfo(np.float32).min, -1e39])
     np.testing.assert_array_equal(nbattn.paged_attention(**paged(sinks=low))[0], nbattn.paged_attention(**paged())[0])
