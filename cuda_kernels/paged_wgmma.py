@@ -130,17 +130,17 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
         position, mask_at = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int64)
         factor, bits = cuda.local.array(LANE_ROWS, types.float32), cuda.local.array(WORDS, types.uint32)
         recall_rows(unit, first, end, slope, position, mask_at, limits, lane)
-        whole = not full and key0 >= all_low and int32(key0 + int32(KEYS)) <= all_high
+        whole = key0 >= all_low and int32(key0 + int32(KEYS)) <= all_high
         for i in range(WORDS):
             bits[i] = ptx.shared_load_u32(bits_at + int32(4 * i))
             whole = whole and bits[i] == uint32(ALL)
-        whole = whole and unit[0] >= float32(0)  # the largest product has the largest score
+        products = not full and whole and unit[0] >= float32(0)  # the largest product has the largest score
         dropped = int32(0)
-        if not whole:
-            dropped = score_tile(s, bits, key0, lane & int32(3), False, unit, first, end, slope, position, mask_at,
+        if not products:
+            dropped = score_tile(s, bits, key0, lane & int32(3), whole, unit, first, end, slope, position, mask_at,
                                  key_position, rules)  # fmt: skip
         for i in range(LANE_ROWS):
-            factor[i] = unit[i] if whole else float32(1)
+            factor[i] = unit[i] if products else float32(1)
         return weigh(s, factor, m, d_sum, alphas), dropped
 
     @register_jitable

@@ -36,7 +36,7 @@ def _tanh(x):
         series = float32(c3) + y * (float32(c4) + y * float32(c5))
         series = float32(c0) + y * (float32(c1) + y * (float32(c2) + y * series))
         near = x * series
-        far = float32(1) - ptx.divide(float32(2), ptx.exp2_approx(x * float32(TWO_LOG2E)) + float32(1))
+        far = float32(1) - float32(2) * ptx.reciprocal(ptx.exp2_approx(x * float32(TWO_LOG2E)) + float32(1))
         return near if y < float32(0.36) else far
 
     return tanh

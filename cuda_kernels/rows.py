@@ -99,29 +99,84 @@ def slope_and_mask(item, row, qo_head, rules):
 
 
 @register_jitable
+def masked_score(score, mask_at, rules):
+    """Apply the mask's element at address `mask_at` to a score in log2 units; return it and whether the mask keeps it.
+
+    `rules` is a `groups.Rules` with a mask.
+    """
+    if rules.mask_kind == BOOL:
+        return score, ptx.load_u8(mask_at) != uint32(0)
+    bias = load_number(mask_at, rules.mask_kind)
+    return score + bias * float32(LOG2E), bias != EMPTY
+
+
+@register_jitable
 def biased_score(score, distance, slope, mask_at, rules):
     """Apply soft cap, ALiBi and mask to a score in log2 units; return it and whether the mask keeps it.
 
-    `distance` is the key's position minus the row's; `mask_at` the address of the mask's element, 0 without a
-    mask; `rules` a `groups.Rules`.
+    `distance` is the key's position minus the row's; `mask_at` the address of the mask's element, 0 without a mask.
     """
-    keep = True
     if rules.soft_cap > float32(0):
         score = soft_cap(score, rules.soft_cap)
     score += alibi_bias(slope, distance)
-    if mask_at != int64(0):
-        if rules.mask_kind == BOOL:
-            keep = ptx.load_u8(mask_at) != uint32(0)
-        else:
-            bias = load_number(mask_at, rules.mask_kind)
-            keep = bias != EMPTY
-            score += bias * float32(LOG2E)
-    return score, keep
+    return masked_score(score, mask_at, rules) if mask_at != int64(0) else (score, True)
 
 
 def make_score_tile(keys: int, rows: int, full: bool) -> Callable:
-    """Return the function that turns ``q @ k.T`` of `keys` keys and a lane's `rows` rows into scores."""
-    GROUPS, S_ROWS = keys // 16, keys // 2
+    """Return the function that turns ``q @ k.T`` of `keys` keys and a lane's `rows` rows into scores.
+
+    Each rule is a pass of its own over the numbers: what is off costs a branch.
+    """
+    COLUMNS, S_ROWS = keys // 8, keys // 2
+
+    @register_jitable
+    def at(n, e, i):
+        """Return the index of the lane's number of row i and column e of the n-th eight keys."""
+        return S_ROWS * (i // 2) + 4 * n + 2 * (i % 2) + e
+
+    @register_jitable
+    def bias_tile(s, key0, c, slope, position, key_position, rules):
+        """Apply soft cap, where there is one, and ALiBi, whose slopes are 0 where there is none."""
+        if rules.soft_cap > float32(0):
+            for j in range(rows * keys // 4):
+                s[j] = soft_cap(s[j], rules.soft_cap)
+                unroll_fully()
+        if rows > 2 or rules.alibi_slopes != int64(0):  # one branch more, and four rows a lane would spill
+            for n in range(COLUMNS):
+                for i in range(rows):
+                    distance = float32(int32(key_position + key0 + int32(8 * n) + int32(2) * c - position[i]))
+                    s[at(n, 0, i)] += alibi_bias(slope[i], distance)
+                    s[at(n, 1, i)] += alibi_bias(slope[i], distance + float32(1))
+                unroll_fully()
+
+    def make_drop(masked):
+        @register_jitable
+        def drop(s, bits, key0, c, unit, first, end, mask_at, rules):
+            """Drop the keys that a row does not see, or that its mask drops; return as `score_tile`.
+
+            Without a rule that takes scores ahead of it, this scales them too.
+            """
+            dropped = int32(0)
+            for n in range(COLUMNS):
+                for e in range(2):
+                    column = int32(8 * n + e) + int32(2) * c
+                    exists = (bits[n // 4] >> uint32(int32(8 * (n % 4) + e) + int32(2) * c)) & uint32(1) != uint32(0)
+                    key = int32(key0 + column)
+                    for i in range(rows):
+                        score = s[at(n, e, i)] if full else s[at(n, e, i)] * unit[i]
+                        keep = exists and key >= first[i] and key < end[i]
+                        if masked:
+                            if keep:
+                                score, keep = masked_score(score, mask_at[i] + int64(key) * rules.mask_key, rules)
+                        if exists and not keep and end[i] >= int32(0):
+                            dropped = int32(1)
+                        s[at(n, e, i)] = score if keep else EMPTY
+                unroll_fully()
+            return dropped
+
+        return drop
+
+    drop_hidden, drop_masked = make_drop(False), make_drop(True)
 
     @register_jitable
     def score_tile(s, bits, key0, c, whole, unit, first, end, slope, position, mask_at, key_position, rules):
@@ -130,35 +185,17 @@ def make_score_tile(keys: int, rows: int, full: bool) -> Callable:
         Per row of the lane: `unit` scales, ``[first, end)`` is what it sees (``end < 0``: no row, whatever it says).
         Bit j of `bits` tells whether key j exists; where `whole` is true all do, and all rows see them.
         """
-        dropped = int32(0)
-        if not full and whole:
-            for i in range(rows):
-                for n in range(2 * GROUPS):
-                    j = S_ROWS * (i // 2) + 4 * n + 2 * (i % 2)
-                    s[j] *= unit[i]
-                    s[j + 1] *= unit[i]
-            return dropped
-        for n in range(2 * GROUPS):
-            for e in range(2):
-                column = int32(8 * n + e) + int32(2) * c
-                mapped = (bits[n // 4] >> uint32(int32(8 * (n % 4) + e) + int32(2) * c)) & uint32(1) != uint32(0)
-                key = int32(key0 + column)
+        if full or whole:
+            for n in range(COLUMNS):
                 for i in range(rows):
-                    j = S_ROWS * (i // 2) + 4 * n + 2 * (i % 2) + e
-                    score = s[j] * unit[i]
-                    keep = mapped and key >= first[i] and key < end[i]
-                    if full:
-                        if keep:
-                            at = int64(0)
-                            if mask_at[i] != int64(0):
-                                at = mask_at[i] + int64(key) * rules.mask_key
-                            distance = float32(int32(key_position + key - position[i]))
-                            score, keep = biased_score(score, distance, slope[i], at, rules)
-                    if mapped and not keep and end[i] >= int32(0):
-                        dropped = int32(1)
-                    s[j] = score if keep else EMPTY
-            unroll_fully()
-        return dropped
+                    s[at(n, 0, i)] *= unit[i]
+                    s[at(n, 1, i)] *= unit[i]
+                unroll_fully()
+        if full:
+            bias_tile(s, key0, c, slope, position, key_position, rules)
+            if rules.mask != int64(0):
+                return drop_masked(s, bits, key0, c, unit, first, end, mask_at, rules)
+        return int32(0) if whole else drop_hidden(s, bits, key0, c, unit, first, end, mask_at, rules)
 
     return score_tile
 
