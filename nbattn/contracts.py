@@ -336,11 +336,11 @@ def check_results(
     return out, lse
 
 
-def check_no_overlap(out: Array | None, lse: Array | None, read: dict[str, Any]) -> None:
-    """Refuse given results that share memory with what is read, arrays or not under their names, or with each other."""
-    for name, result in (("out", out), ("lse", lse)):
-        for other, x in {**read, "out": out if name == "lse" else None}.items() if result is not None else ():
-            if library_of(x) is not None and overlap(result, x):
+def check_no_overlap(out: Array | None, lse: Array | None, read: list[tuple[str, Any]]) -> None:
+    """Refuse given results that share memory with what is read, arrays or not and their names, or with each other."""
+    for name, result, others in (("out", out, read), ("lse", lse, [*read, ("out", out)])):
+        for other, x in others if result is not None else ():
+            if x is not None and library_of(x) is not None and overlap(result, x):
                 raise ContractError(f"{name}: must share no memory with {other}, got overlapping arrays.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ Result = Array | tuple[Array, Array]
 MOST_KEPT = 4  # plans of a table: layers differ in their windows
 
 
+@cache
 def backend(target: str) -> ModuleType:
     """Return the module that runs problems on a target."""
     if target == "cpu":

@@ -85,9 +85,9 @@ def gather_attention(
         output_gate=contracts.check_gate(output_gate, results[0].shape, library),
         lse_base=lse_base,
     )
-    read = {"q": q, "token_indices": token_indices, "counts": counts, "output_gate": output_gate, "sinks": sinks}
-    for pages in (kv.k, kv.v):
-        contracts.check_no_overlap(out, lse, {**read, "k, v": pages, "k_scale": k_scale, "v_scale": v_scale})
+    read = [("q", q), ("token_indices", token_indices), ("counts", counts), ("output_gate", output_gate)]
+    read += [("sinks", sinks), ("k, v", kv.k), ("k, v", kv.v), ("k_scale", k_scale), ("v_scale", v_scale)]
+    contracts.check_no_overlap(out, lse, read)
     problem = Problem(name, q, (Level(kv, offsets),), options, *results)
     backend(name).run_gather(problem, token_indices, counts, contracts.check_split(split_size))
     return (problem.out, problem.lse) if return_lse else problem.out

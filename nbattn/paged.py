@@ -251,10 +251,9 @@ def _first(
     dim_vo = checked[-1].kv.head_dim_vo
     results = contracts.check_results(q, dim_vo, out, lse, given.out_dtype, given.return_lse, given.lse_base)
     if out is not None or lse is not None:
-        options_read = dict(zip(ArrayOptions._fields, options.arrays, strict=True))
-        for level in checked:
-            for pages in (level.kv.k, level.kv.v):
-                contracts.check_no_overlap(out, lse, {"q": q, "k, v": pages, **options_read})
+        read = [("k, v", pages) for level in checked for pages in (level.kv.k, level.kv.v)]
+        read += [("q", q), *zip(ArrayOptions._fields, options.arrays, strict=True)]
+        contracts.check_no_overlap(out, lse, read)
     problem = Problem(name, q, checked, options, *results)
     used, launch = run(problem, plan, given.split_size)
     used.last_call = call = remember(problem, used, levels, plain, arrays, (out, lse), launch)
