@@ -96,7 +96,9 @@ def place_rows(levels: list[LevelLengths], total_rows: int, kv_start: Any = None
         new_rows[reached] = np.repeat(counts, counts)
     if kv_start is not None:
         start[reached] = _spread(np.asarray(kv_start, np.int64), counts)
-    position = start + keys_above - new_rows + index if q_positions is None else np.asarray(q_positions, np.int64)
+    position = start + keys_above - new_rows + index
+    if q_positions is not None:  # an updated plan may have rows behind them, which no request owns
+        position[: len(q_positions)] = q_positions
     return Positions(
         position.astype(np.int32),
         request.astype(np.int32),

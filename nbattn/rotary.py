@@ -57,8 +57,12 @@ def turned_rows(places: Positions) -> np.ndarray:
 
 
 def turned_interval(places: Positions, kv_lens: list[np.ndarray]) -> tuple[int, int]:
-    """Return the interval of positions by which keys and rows are turned; `kv_lens` are those of every level."""
-    rows = turned_rows(places)
+    """Return the interval of positions by which keys and rows are turned; `kv_lens` are those of every level.
+
+    Rows without a key do not count: nothing reads them, and without one they stand before the first.
+    """
+    own = np.append(kv_lens[-1], 0)[places.row_request]  # request -1 is none
+    rows = turned_rows(places)[places.key_base[-1] + own > 0]
     end = _end_of_keys(places, kv_lens)
     return int(rows.min(initial=0)), max(end, int(rows.max(initial=0)) + 1)
 

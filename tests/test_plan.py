@@ -319,3 +319,18 @@ def test_positions_of_a_plan_may_be_left_out():
     plan = nbattn.plan(kv, num_qo_heads=1, q_positions=ints(1))
     for positions in (None, ints(1)):
         assert nbattn.paged_attention(zeros(1, 1, 1), kv, plan=plan, q_positions=positions).item() == 0.5
+
+
+@pytest.mark.parametrize("options", [{}, {"rope": 30.0}, {"rope": 30.0, "kv_start": ints(3, 7)}])
+def test_an_update_to_fewer_rows_may_bring_positions(options):
+    rng = np.random.default_rng(1)
+    k, v = rng.standard_normal((2, 3, 12, 1, DIM)).astype(np.float32)
+    q, rows, positions = rng.standard_normal((3, 1, DIM)).astype(np.float32), ints(0, 1, 2), ints(9, 10)
+    plan = nbattn.plan(PagedKV.from_slots(k, v, ints(12, 5, 9)), num_qo_heads=1)
+    kv = PagedKV.from_slots(k, v, ints(7, 5))
+    starts = {name: x for name, x in options.items() if name != "rope"}
+    plan.update(kv, rows, q_positions=positions, **starts)
+    ropes = [{"rope": Rope(options["rope"])} if "rope" in options else {} for Rope in (nbattn.Rope, oracle.Rope)]
+    got = nbattn.paged_attention(q, kv, rows, plan=plan, return_lse=True, **ropes[0])
+    given = {"q_positions": ints(*positions, 0), **starts}  # row 2 is nobody's
+    assert_close(got, expect(oracle.paged_attention, q, kv, rows, **given, **ropes[1]))

@@ -131,6 +131,21 @@ def test_far_positions_rotate_right(lent, places):
     agrees(got, q, kv, rope=oracle.Rope(50.0), **options)
 
 
+def test_a_graph_that_rotates_may_lose_keys_and_rows(lent, monkeypatch):
+    rng = np.random.default_rng(6)
+    k, v = rng.standard_normal((2, 3, 12, 1, 8)).astype(np.float32)
+    q = rng.standard_normal((3, 1, 8)).astype(np.float32)
+    kvs = [nbattn.PagedKV.from_slots(k, v, np.array(lens, np.int32)) for lens in ([5, 6, 7], [3, 0, 4], [3, 12])]
+    plan = nbattn.plan(kvs[0], num_qo_heads=1, max_kv_len=12)
+    monkeypatch.setattr(lent, "capturing", lambda: True)
+    for kv in kvs:
+        rows = np.arange(kv.batch_size + 1)
+        plan.update(kv)
+        got = nbattn.paged_attention(q, kv, rows, plan=plan, rope=nbattn.Rope(60.0), return_lse=True)
+        agrees(got, q, kv, qo_indptr=rows, rope=oracle.Rope(60.0))
+    assert all(origin == 0 for origin, _, _ in plan.on_target.planes_in_graphs)
+
+
 def test_an_update_may_bring_starts_to_a_graph_that_rotates(lent, monkeypatch):
     rng = np.random.default_rng(5)
     k, v = rng.standard_normal((2, 2, 12, 1, 8)).astype(np.float32)
