@@ -127,8 +127,9 @@ class Plan:
         Raises
         ------
         ContractError
-            If the new work does not fit the plan's capacity (see ``max_kv_len`` of `nbattn.plan`), or a captured graph
-            rotates q and keys and holds no angles for the new positions; the plan stays as it was.
+            If the new work does not fit the plan's capacity (see ``max_kv_len`` of `nbattn.plan`), levels are causal
+            where the plan's are not or the other way round, or a captured graph rotates q and keys and holds no angles
+            for the new positions; the plan stays as it was.
         """
         from nbattn.engine import planned_levels
 
@@ -140,6 +141,9 @@ class Plan:
                 f"Plan.update: must keep {len(self.rules.causal)} level(s) and at most {self.num_rows} rows, "
                 f"got {len(levels)} and {num_rows}."
             )
+        causal = tuple(level.causal for level in levels)
+        if causal != self.rules.causal:  # calls are held to the plan's rules, not to its work list
+            raise ContractError(f"Plan.update: must keep the levels' causal {self.rules.causal}, got {causal}.")
         before, call = (self.lengths, self.places, self.work_list, self.given), self.last_call
         self._fill(levels, start, positions)
         try:

@@ -277,6 +277,8 @@ def test_an_update_must_fit_its_plan():
         plan.update(cache(), ints(0, 3, 6))
     with pytest.raises(ContractError, match=r"^Plan\.update: must keep 1 level\(s\) and at most 5 rows, got 2 and 5"):
         plan.update([Level(cache(), ints(0, 3, 5)), Level(cache(), ints(0, 3, 5))])
+    with pytest.raises(ContractError, match=r"^Plan\.update: must keep the levels' causal \(True,\), got \(False,\)\."):
+        plan.update([Level(cache(lens=[2, 2]), ints(0, 3, 5))])
     table = np.zeros((2, 9), np.int32)
     wide = PagedKV.from_block_table(zeros(1, 9, 2, 8), zeros(1, 9, 2, 8), table, ints(2, 2))
     with pytest.raises(ContractError, match=r"^Plan\.update: needs 18 page-table entries, the plan holds 2"):
