@@ -161,7 +161,7 @@ def merge_team(
     else:  # two blocks a multiprocessor, or four groups where each would take more than two batches
         few = max(0, (2 * threads * multiprocessors // max(1, rows << bits)).bit_length() - 1)
         group_bits = few if batches <= 2 << few else min(2, (batches - 1).bit_length())
-        group_bits = min(group_bits, (threads >> bits).bit_length() - 1)
+        group_bits = min(group_bits, (threads >> bits).bit_length() - 1, MERGE_STREAMS.bit_length() - 1)
     grid = ceil(rows / (threads >> (bits + group_bits))), ceil(head_dim / (width << bits)), 1
     return {"vector": width > 1, "listed": listed}, (bits, group_bits, int(rows << bits + group_bits <= resident)), grid
 

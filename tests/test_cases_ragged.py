@@ -138,11 +138,14 @@ def test_r7_a_very_low_lse_beats_none():
         v, s = merges(*states)
         assert (v == 7).all()
         assert (s == -60_000).all()
-    for lowest, number in ((-1e30, np.float32), (-3.4028e38, np.float32), (-1e300, np.float64)):
-        low = np.array([[number(lowest)]])
-        v, s = merges(*((state(v, 0)[0].astype(number), low) for v in (1, 3)))
-        assert (v == 2).all()
-        assert s.item() == pytest.approx(lowest)
+
+
+@pytest.mark.parametrize(("lowest", "number"), [(-1e30, np.float32), (-3.4028e38, np.float32), (-1e300, np.float64)])
+def test_r7_equal_states_of_a_very_low_lse(lowest, number):
+    low = np.array([[number(lowest)]])
+    v, s = merges(*((state(v, 0)[0].astype(number), low) for v in (1, 3)))
+    assert (v == 2).all()
+    assert s.item() == pytest.approx(lowest)
 
 
 def test_r8_a_plan_with_room_to_spare():

@@ -60,6 +60,13 @@ def test_merge_states_matches_the_oracle(dtype, dim, states, lent):
         testing.assert_close(result, testing.expect(oracle.merge_states, v, s, lse_base=base))
 
 
+@pytest.mark.parametrize(("rows", "dim", "states"), [(1, 8, 300), (2, 32, 200)])
+def test_few_rows_of_many_states(rows, dim, states, lent):
+    """More groups of lanes would fit into a block than share a row."""
+    v, s = np.full((rows, states, 3, dim), 0.3, np.float32), np.full((rows, states, 3), -1.7, np.float32)
+    testing.assert_close(nbattn.merge_states(v, s), testing.expect(oracle.merge_states, v, s))
+
+
 @pytest.mark.parametrize("dim", [13, 260])  # the second: more than a warp's chunks
 def test_bits_of_a_planned_merge_do_not_depend_on_how_the_work_is_shared(dim, lent, monkeypatch):
     rng = np.random.default_rng(6)
