@@ -3,6 +3,7 @@
 A stand-in for CuPy counts every copy, and a stand-in for the CUDA target keeps the checked problem.
 """
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,8 +37,9 @@ def cupy(monkeypatch):
     """Install the stand-ins; ``cupy.target`` is that of the CUDA target."""
     module = stand_in_cupy.install(monkeypatch)
     module.target = Target()
-    for name in ("engine", "gather"):
-        monkeypatch.setattr(f"nbattn.{name}.backend", lambda target: {"cuda": module.target}[target])
+    users = [import_module(f"nbattn.{name}") for name in ("engine", "gather", "merging", "warming")]  # all before any
+    for user in users:
+        monkeypatch.setattr(user, "backend", lambda target: {"cuda": module.target}[target])
     return module
 
 

@@ -165,4 +165,4 @@ def test_overlap_is_told_by_addresses_alone(cupy):
     x = cupy.asarray(np.zeros((4, 8)))
     assert not overlap(x[:, :4], x[:, 4:])
     assert overlap(x[:, :5], x[:, 4:])
-    assert x.copies == []
+    assert cupy.copies == []
