@@ -1,58 +1,31 @@
 """Bad input: one test per rule of the engine's contract; a refused call writes nothing."""
 
-import math
 import re
 
 import ml_dtypes
 import numpy as np
 import pytest
+from engine_calls import (
+    DIM,
+    DIM_VO,
+    HEADS,
+    ROWS,
+    SENTINEL,
+    cache,
+    cascading,
+    gathering,
+    ints,
+    paged,
+    read_only,
+    refuse,
+    results,
+    zeros,
+)
 
 import nbattn
-from nbattn import ContractError, Level, PagedKV, Rope, TargetError
+from nbattn import ContractError, Level, Rope, TargetError
 
-ROWS, HEADS, KV_HEADS, DIM, DIM_VO = 5, 4, 2, 8, 6
 BF16 = ml_dtypes.bfloat16
-SENTINEL = 7.0
-
-
-def zeros(*shape, dtype=np.float32):
-    return np.zeros(shape, dtype)
-
-
-def cache(requests=2, slots=9, heads=KV_HEADS, dim=DIM, dim_vo=DIM_VO, dtype=np.float32, lens=None):
-    lens = np.arange(slots, slots - requests, -1) if lens is None else np.array(lens)
-    return PagedKV.from_slots(
-        zeros(requests, slots, heads, dim, dtype=dtype), zeros(requests, slots, heads, dim_vo, dtype=dtype), lens
-    )
-
-
-def ints(*values, dtype=np.int32):
-    return np.array(values, dtype)
-
-
-def read_only(x):
-    x.flags.writeable = False
-    return x
-
-
-def results(dtype=np.float32):
-    return {"out": np.full((ROWS, HEADS, DIM_VO), SENTINEL, dtype), "lse": np.full((ROWS, HEADS), SENTINEL, np.float32)}
-
-
-def refuse(function, arguments, error, message):
-    """Call a function that must refuse its arguments by name and leave `out` and `lse` alone."""
-    with pytest.raises(error, match="^" + message) as caught:
-        function(**arguments)
-    assert type(caught.value) is error
-    for name in ("out", "lse"):
-        x = arguments.get(name)
-        if isinstance(x, np.ndarray):
-            assert (x == SENTINEL).all(), f"{name} was written"
-
-
-def paged(**changes):
-    q, offsets = zeros(ROWS, HEADS, DIM), ints(0, 3, 5)
-    return {"q": q, "kv": cache(), "qo_indptr": offsets, "return_lse": True, **results(), **changes}
 
 
 def base_works(function, arguments):
@@ -270,11 +243,6 @@ def test_paged_attention_refuses(changes, message):
     refuse(nbattn.paged_attention, paged(**changes), ContractError, message)
 
 
-def gathering(**changes):
-    lists = {"token_indices": zeros(ROWS, 3, dtype=np.int32), "counts": np.full(ROWS, 3, np.int32)}
-    return {**paged(), **lists, **changes}
-
-
 @named([*QUERY_RULES, *COMMON_RULES, *GATHER_RULES])
 def test_gather_attention_refuses(changes, message):
     refuse(nbattn.gather_attention, gathering(**changes), ContractError, message)
@@ -327,64 +295,6 @@ def test_a_target_only_confirms_where_the_arrays_are(function, arguments, target
     message = rf'target: "{target}" needs CuPy arrays, got NumPy arrays\. Move them'
     refuse(function, arguments(target=target), TargetError, message)
     base_works(function, arguments(target="cpu"))
-
-
-def cascading(*, second=None, levels=None, **changes):
-    upper = Level(cache(1, slots=4), ints(0, 5))
-    last = second or Level(cache(), ints(0, 3, 5), causal=True)
-    arguments = paged(levels=[upper, last] if levels is None else levels, **changes)
-    return {name: value for name, value in arguments.items() if name not in ("kv", "qo_indptr")}
-
-
-def sharing(shape, size=4096):
-    """Return an array of a shape, all `SENTINEL`, and the memory that it begins."""
-    memory = np.full(size, SENTINEL, np.float32)
-    return memory[: math.prod(shape)].reshape(shape), memory
-
-
-OUT, LSE = (ROWS, HEADS, DIM), (ROWS, HEADS)
-
-
-@pytest.mark.parametrize("arguments", [paged, gathering, cascading], ids=["paged", "gather", "cascade"])
-@pytest.mark.parametrize("result", ["out", "lse"])
-@pytest.mark.parametrize("read", ["q", "k", "v", "sinks", "lse"])
-def test_results_that_share_memory_are_refused(arguments, result, read):
-    if result == read:
-        return
-    functions = {paged: nbattn.paged_attention, gathering: nbattn.gather_attention, cascading: nbattn.cascade_attention}
-    given, memory = sharing(OUT if result == "out" else LSE)
-    inside = memory[3:]
-    k = zeros(2, 9, KV_HEADS, DIM)
-    kv = PagedKV.from_slots(k, k, ints(9, 8))
-    changes = {"out": None, "lse": None, result: given}
-    if read in ("k", "v"):
-        pages = inside[: k.size].reshape(k.shape)
-        pair = (pages, k) if read == "k" else (k, pages)
-        kv = PagedKV.from_slots(*pair, ints(9, 8))
-    elif read == "q":
-        changes["q"] = inside[: math.prod(OUT)].reshape(OUT)
-    elif read == "sinks":
-        changes["sinks"] = inside[:HEADS]
-    else:
-        changes["lse"] = inside[: math.prod(LSE)].reshape(LSE)
-    changes |= {"levels": [Level(kv, ints(0, 3, 5))]} if arguments is cascading else {"kv": kv}
-    name = {"k": "k, v", "v": "k, v"}.get(read, read)
-    culprit, other = ("lse", "out") if read == "lse" else (result, name)
-    refuse(
-        functions[arguments],
-        arguments(**changes),
-        ContractError,
-        f"{culprit}: must share no memory with {other}, got overlap",
-    )
-
-
-def test_views_of_one_memory_that_share_nothing_are_served():
-    rows = np.random.default_rng(0).normal(size=(ROWS, 3 * HEADS, DIM)).astype(np.float32)
-    k = rows[:, 2 * HEADS :].reshape(1, ROWS, HEADS, DIM)
-    q, out, kv = rows[:, :HEADS], rows[:, HEADS : 2 * HEADS], PagedKV.from_slots(k, k, ints(ROWS))
-    want = nbattn.paged_attention(q, kv, ints(0, ROWS))
-    np.testing.assert_array_equal(nbattn.paged_attention(q, kv, ints(0, ROWS), out=out), want)
-    assert np.array_equal(out, want)
 
 
 SECOND_RULES = [

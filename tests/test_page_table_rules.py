@@ -2,32 +2,27 @@
 
 import numpy as np
 import pytest
+from small_tables import (
+    DK,
+    DV,
+    HEADS,
+    INDICES,
+    INDPTR,
+    LENS,
+    PAGES,
+    SLOTS,
+    TABLE,
+    K,
+    V,
+    from_block_table,
+    from_page_table,
+    from_slots,
+)
 
 import nbattn
 from nbattn import ContractError, PagedKV, PageTableError
 
-PAGES, SLOTS, HEADS, DK, DV = 7, 3, 2, 8, 5
-TABLE = np.array([[6, 2, 4], [1, 1, 0], [3, 5, 2]], np.int32)
-LENS = np.array([7, 4, 0], np.int32)
-INDPTR, INDICES, LAST = (
-    np.array([0, 3, 5, 5], np.int32),
-    np.array([6, 2, 4, 1, 1], np.int32),
-    np.array([1, 1, 0], np.int32),
-)
-K, V = np.zeros((PAGES, SLOTS, HEADS, DK), np.float32), np.zeros((PAGES, SLOTS, HEADS, DV), np.float32)
 BLOCKS = np.zeros((PAGES, 2, 3, SLOTS, HEADS, DK), np.float32)
-
-
-def from_page_table(cache=(K, V), indptr=INDPTR, indices=INDICES, last=LAST, layout="NHD"):
-    return PagedKV.from_page_table(cache, indptr, indices, last, layout)
-
-
-def from_block_table(k=K, v=V, table=TABLE, lens=LENS):
-    return PagedKV.from_block_table(k, v, table, lens)
-
-
-def from_slots(lens, slot_ids=None):
-    return PagedKV.from_slots(K, V, np.array(lens), None if slot_ids is None else np.array(slot_ids))
 
 
 def from_blocks(blocks=BLOCKS, table=TABLE, lens=LENS, layer=0, stride=-1):
@@ -376,53 +371,3 @@ def test_with_pages_refuses_another_geometry(case):
     with pytest.raises(ContractError) as caught:
         call(from_block_table())
     assert str(caught.value) == message
-
-
-def forced(array):
-    """Return an array of a table, which is read-only, ready to be damaged."""
-    array.flags.writeable = True
-    return array
-
-
-def test_check_names_every_broken_rule():
-    kv = from_page_table(indices=np.array([6, 2, 4, 1, 1]))
-    assert kv.check() is None
-    forced(kv.kv_indices)[[1, 4]] = [7, 8]
-    forced(kv.kv_lens)[[0, 2]] = [10, 1]
-    with pytest.raises(PageTableError) as caught:
-        kv.check()
-    assert str(caught.value).splitlines() == [
-        "kv_last_page_len[0]: must be in 1..3 (page_size), got 4 (request 0 owns kv_indices[0:3]).",
-        "kv_lens[2]: must be 0 (request 2 owns no page), got 1.",
-        "kv_indices[1]: must be below 7 (pages of the cache), got 7 (request 0, keys from 3 on)."
-        " Negative ids mark unmapped pages.",
-        "kv_indices[4]: must be below 7 (pages of the cache), got 8 (request 1, keys from 3 on)."
-        " Negative ids mark unmapped pages.",
-    ]
-
-
-def test_check_counts_what_it_does_not_list():
-    kv = from_slots([1] * 7)
-    forced(kv.kv_lens)[6] = 99
-    with pytest.raises(PageTableError, match=r"^kv_lens\[6\]: [^\n]*$"):
-        kv.check()
-    table = np.zeros((1, 12), np.int32)
-    kv = from_block_table(table=table, lens=np.array([36]))
-    forced(kv.kv_indices)[:] = 7
-    with pytest.raises(PageTableError) as caught:
-        kv.check()
-    lines = str(caught.value).splitlines()
-    assert [line.split(":")[0] for line in lines[:8]] == [f"block_table[0, {page}]" for page in range(8)]
-    assert lines[8:] == ["(the last rule is broken at 4 more positions)"]
-
-
-def test_check_finds_broken_offsets():
-    kv = from_page_table()
-    forced(kv.kv_indptr)[:] = [1, 0, 5, 6]
-    with pytest.raises(PageTableError) as caught:
-        kv.check()
-    assert str(caught.value).splitlines() == [
-        "kv_indptr[0]: must be 0, got 1.",
-        "kv_indptr[1]: must be at least 1 (kv_indptr[0]), got 0.",
-        "kv_indptr[3]: must be at most 5 (entries of kv_indices), got 6.",
-    ]
