@@ -46,7 +46,7 @@ def rope_planes(rope: Rope, dim: int, begin: int, end: int, dtype: np.dtype) -> 
 
 
 def _angles(rope: Rope, dim: int, positions: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    frequency = rope.theta ** (-2.0 * np.arange(dim // 2) / dim) / rope.scale
+    frequency = float(rope.theta) ** (-2.0 * np.arange(dim // 2) / dim) / float(rope.scale)
     angle = positions[:, None] * frequency  # float64: at position 1e5 float32 would be off by 0.01 rad
     return np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
 

@@ -1,6 +1,7 @@
 """Positions that int32 sums cannot hold are refused by name; the largest that are accepted give the right values."""
 
 import tracemalloc
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -76,3 +77,24 @@ def test_rotation_depends_on_distances_alone(problem):
         for start in ([0, 0], [12345, 2**29])
     )
     np.testing.assert_array_equal(here, there)
+
+
+def test_the_oracle_is_exact_to_float64_wherever_a_request_starts(problem):
+    q, kv = problem
+    q, k, v = (x.astype(np.float64) for x in (q, kv.k, kv.v))
+    wide = nbattn.PagedKV.from_slots(k, v, kv.kv_lens)
+    options = {"kv_start": np.array([2**29 + 3, 2**30])}
+    expected = testing.expect(oracle.paged_attention, q, wide, rope=oracle.Rope(10.0), **options)
+    got = nbattn.paged_attention(q, wide, rope=nbattn.Rope(10.0), return_lse=True, **options)
+    testing.assert_close(got, expected)
+
+
+def test_numbers_of_any_real_type_rotate_alike(problem):
+    q, kv = problem
+    ropes = (
+        nbattn.Rope(100.0, 1.5),
+        nbattn.Rope(Fraction(100), Fraction(3, 2)),
+        nbattn.Rope(np.int8(100), np.float16(1.5)),
+    )
+    results = [nbattn.paged_attention(q, kv, rope=rope) for rope in ropes]
+    assert len({x.tobytes() for x in results}) == 1

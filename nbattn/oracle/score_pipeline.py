@@ -118,8 +118,9 @@ class Pipeline:
         if self.rope is None:  # <q, k * k_scale> = <q * k_scale, k>: a path that rounds q rounds this product
             q = q * np.repeat(k_scale, q.shape[1] // k.shape[1], axis=0)
         else:
-            q = rotate(q, *rope_planes(p, q.shape[2], self.rope.theta, self.rope.scale))
-            k = rotate(k * k_scale, *rope_planes(j, k.shape[2], self.rope.theta, self.rope.scale))
+            first = j[:1].sum()  # only distances count, and a float64 angle at position 2**30 is off by 1e-7
+            q = rotate(q, *rope_planes(p - first, q.shape[2], self.rope.theta, self.rope.scale))
+            k = rotate(k * k_scale, *rope_planes(j - first, k.shape[2], self.rope.theta, self.rope.scale))
         return rounded(q, self.rounding.q), k
 
     def logits(self, q: np.ndarray, k: np.ndarray, head: int, distance: np.ndarray) -> np.ndarray:
