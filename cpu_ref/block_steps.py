@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nbattn.cpu_ref.blocks import query_operand, score_heads, tokens_ahead, weigh_values
+from nbattn.cpu_ref.blocks import query_operand, score_heads, weigh_values
 from nbattn.cpu_ref.compiling import inlined, keep_short, variants
 from nbattn.cpu_ref.many_rows import (
     PANEL_KEYS,
@@ -220,7 +220,7 @@ def _weigh_block(tile, kind, places, acc, heads, rows, p, block, values, dim, al
     def few(tile, kind, places, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
         weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(p), p.strides[0], values.rows,
                      values.head_stride, values.slot_stride, block.n, dim, address_of(alpha), np.int64(select),
-                     keys.coming, keys.head_stride, tokens_ahead(keys.slot_stride), places.idle)  # fmt: skip
+                     keys.coming, keys.head_stride, places.idle)  # fmt: skip
 
     def many(tile, kind, places, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
         weigh_panels(kind, places, address_of(acc), acc.strides[0], rows, address_of(p), p.strides[0],

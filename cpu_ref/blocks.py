@@ -11,7 +11,7 @@ import numpy as np
 from nbattn.cpu_ref import primitives  # noqa: F401 - registers the CPU versions of exp2, tanh and idiv
 from nbattn.cpu_ref.compiling import inlined, part, variants
 from nbattn.cpu_ref.lanes import lane_count, uses_dot
-from nbattn.cpu_ref.number_formats import address_of
+from nbattn.cpu_ref.number_formats import address_of, load_int64
 from nbattn.cpu_ref.packing import fill, pack_weights
 from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.rows import ROW_MULTIPLE
@@ -28,7 +28,9 @@ from nbattn.cpu_ref.tiles import (
     value_tile_4,
 )
 
-SPAN_BYTES = 8192  # how far the tokens that are taken together may reach in memory
+SPAN_BYTES = np.int64(8192)  # how far the tokens taken together may reach in memory: L1 holds these and the next
+LATER_BYTES = np.int64(16384)  # how far ahead of their use rows are brought to L2, in the order of memory
+LEAST_AHEAD = np.int64(4)  # tokens that a row is prefetched ahead of its use at least
 LEAST_VALUES = np.int64(2)  # tokens of V taken together at least: sums leave the registers after them
 
 
@@ -39,24 +41,34 @@ def _tile_constants(kind):
 
 
 @part
-def tokens_together(slot_stride, least):
-    """Return how many tokens of a block are taken of one head before the next head: a divisor of `KEYS`.
-
-    Rows are used, and prefetched `tokens_ahead`, nearly as they lie in memory.
-    """
+def tokens_within(slot_stride, size, least):
+    """Return how many tokens of a block, a divisor of `KEYS`, reach no further in memory than `size` bytes."""
     tokens = KEYS
-    while tokens > least and tokens * slot_stride > SPAN_BYTES:
+    while tokens > least and tokens * slot_stride > size:
         tokens //= 2
     return tokens
 
 
-@part
-def tokens_ahead(slot_stride):
-    """Return how many tokens ahead of its use a row is prefetched: little enough that it stays in L1 until then.
+@inlined
+def later_rows(listed, stride, stride_behind, slot_stride, heads, place, distance, count):
+    """Return where `count` cached rows lie `distance` tokens behind `place`, and the place of the rows next in memory.
 
-    The rows of a block are used K first, then V; behind them come those of the next block.
+    A place is a token and a head. In memory the heads of a token follow each other, or the tokens of a head if heads
+    lie further apart; rows that do not are left to the second prefetch. `listed` lists twice `KEYS` rows, whose
+    strides from head to head are `stride` and `stride_behind`.
     """
-    return min(2 * tokens_together(slot_stride, LEAST_VALUES), KEYS)
+    token, head = place
+    address = load_int64(listed + 8 * (token + distance))
+    address += head * (stride if token + distance < KEYS else stride_behind)
+    if stride > slot_stride:
+        token += count
+        if token >= KEYS:
+            token, head = np.int64(0), head + 1
+    else:
+        head += count
+        while head >= heads:
+            token, head = token + 1, head - heads
+    return address, (token, head)
 
 
 @inlined
@@ -64,80 +76,91 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, sc
                 k_ahead, v_ahead, slot_stride, idle):  # fmt: skip
     """Fill ``s[j, row]`` with ``scale * q[row] @ k[j]`` for the `KEYS` keys of a block and all packed rows.
 
-    `listed` lists the `KEYS` cached rows of K and, behind them, of V, which are brought to L1 meanwhile; `k_ahead` and
+    `listed` lists the `KEYS` cached rows of K and, behind them, of V, which are prefetched meanwhile; `k_ahead` and
     `v_ahead` are their strides from head to head. `idle` lists `KEYS` places where a prefetch costs nothing.
     """
     lanes, size, step = _tile_constants(kind)
-    distance = tokens_ahead(slot_stride)
     of_heads = heads // 4 * 4 if rows == 1 else 0  # those that are taken four at once, with a row each
+    distance = tokens_within(slot_stride, LATER_BYTES, LEAST_AHEAD)
+    place = np.int64(0), np.int64(0)
     if of_heads > 0:
-        together = tokens_together(slot_stride, step)
+        together = tokens_within(slot_stride, SPAN_BYTES, step)
         for begin in range(0, KEYS, together):
+            soon = max(together, LEAST_AHEAD)
             for head in range(0, of_heads, 4):
                 for j in range(begin, begin + together, step):
-                    ahead_stride = k_ahead if j + distance < KEYS else v_ahead
+                    later, place = later_rows(listed, k_ahead, v_ahead, slot_stride, heads, place, distance, 4 * step)
+                    ahead_stride = k_ahead if j + soon < KEYS else v_ahead
                     score_tile_heads(kind, q + head * q_stride, q_stride, key_rows + 8 * j, head * k_head_stride,
                                      k_head_stride, dim, scale, s + j * s_stride + head * size, s_stride,
-                                     listed + 8 * (j + distance), head * ahead_stride)  # fmt: skip
-    together = tokens_together(slot_stride, step) if rows > 1 else KEYS
+                                     listed + 8 * (j + soon), head * ahead_stride, later)  # fmt: skip
+    together = tokens_within(slot_stride, SPAN_BYTES, step) if rows > 1 else KEYS
     for begin in range(0, KEYS, together):
+        ahead_stride = k_ahead if begin + together < KEYS else v_ahead
         for head in range(of_heads, heads):
             k_head = head * k_head_stride
             for j in range(begin, begin + together, step):
                 keys, column = key_rows + 8 * j, s + j * s_stride
-                ahead, ahead_head = listed + 8 * (j + distance), head * (k_ahead if j + distance < KEYS else v_ahead)
+                ahead, ahead_head = listed + 8 * (j + together), head * ahead_stride
+                later, place = later_rows(listed, k_ahead, v_ahead, slot_stride, heads, place, distance, step)
                 done = 0
                 while done < rows:
                     row = head * rows + done
                     if rows - done > 1:  # fewer than four: others are the next head's, written again later, or padding
                         score_tile_4(kind, q + row * q_stride, q_stride, keys, k_head, k_head_stride, dim, scale,
-                                     column + row * size, s_stride, ahead, ahead_head)  # fmt: skip
+                                     column + row * size, s_stride, ahead, ahead_head, later)  # fmt: skip
                         done += 4
                     else:
                         if j % lanes == 0:
                             score_tile_1(kind, q + row * q_stride, q_stride, keys, k_head, k_head_stride, dim, scale,
-                                         column + row * size, s_stride, ahead, ahead_head)  # fmt: skip
+                                         column + row * size, s_stride, ahead, ahead_head, later)  # fmt: skip
                         done += 1
-                    ahead, ahead_head = idle, np.int64(0)
+                    ahead, ahead_head, later = idle, np.int64(0), idle
 
 
 @inlined
 def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_head_stride, slot_stride, n, dim,
-                 alpha, select, coming, k_head_stride, distance, idle):  # fmt: skip
+                 alpha, select, coming, k_head_stride, idle):  # fmt: skip
     """Scale the accumulators of all packed rows by `alpha` and add the weighted values of `n` keys.
 
     With `select` a weight of 0 marks a dropped key, whose value is never used. `alpha` is 1 afterwards. `coming` lists
-    the K rows of the next block; rows of V and these are brought to L1 `distance` tokens ahead.
+    the K rows of the next block; rows of V and these are prefetched.
     """
     _, size, _ = _tile_constants(kind)
     if select == 0:
         pack_weights(kind, p, p_stride, n, padded(heads * rows))
-    together = min(tokens_together(slot_stride, LEAST_VALUES), distance)
+    together = tokens_within(slot_stride, SPAN_BYTES, LEAST_VALUES)
+    distance = tokens_within(slot_stride, LATER_BYTES, LEAST_AHEAD)
+    place = np.int64(0), np.int64(0)
     for begin in range(0, n, together):
         end = min(begin + together, n)
-        listed, ahead_stride = value_rows + 8 * distance, v_head_stride
-        if begin + distance >= KEYS:
-            listed, ahead_stride = coming + 8 * (distance - KEYS), k_head_stride
+        soon = max(together, LEAST_AHEAD)
+        listed, ahead_stride = value_rows + 8 * soon, v_head_stride
+        if begin + soon >= KEYS:
+            listed, ahead_stride = coming + 8 * (soon - KEYS), k_head_stride
         for head in range(heads):
             v_head = head * v_head_stride
             ahead, ahead_head = listed, head * ahead_stride
+            behind = value_rows if place[0] + distance < KEYS else coming - 8 * KEYS
+            later, place = later_rows(behind, v_head_stride, k_head_stride, slot_stride, heads, place, distance,
+                                      end - begin)  # fmt: skip
             done = 0
             while done < rows:
                 row = head * rows + done
                 here, weights, factors = acc + row * acc_stride, p + row * size, alpha + row * size
                 if select != 0:
                     value_tile_1_select(kind, here, acc_stride, weights, p_stride, value_rows, v_head, begin, end, dim,
-                                        factors, ahead, ahead_head)  # fmt: skip
+                                        factors, ahead, ahead_head, later)  # fmt: skip
                     done += 1
                 elif rows - done >= 4:
                     value_tile_4(kind, here, acc_stride, weights, p_stride, value_rows, v_head, begin, end, dim,
-                                 factors, ahead, ahead_head)  # fmt: skip
+                                 factors, ahead, ahead_head, later)  # fmt: skip
                     done += 4
                 else:
                     value_tile_1(kind, here, acc_stride, weights, p_stride, value_rows, v_head, begin, end, dim,
-                                 factors, ahead, ahead_head)  # fmt: skip
+                                 factors, ahead, ahead_head, later)  # fmt: skip
                     done += 1
-                ahead, ahead_head = idle, np.int64(0)
+                ahead, ahead_head, later = idle, np.int64(0), idle
         if begin == 0:
             fill(kind, alpha, padded(heads * rows), 1)
 

@@ -15,7 +15,6 @@ from nbattn.cpu_ref.blocks import (
     query_bits,
     query_operand,
     score_heads,
-    tokens_ahead,
     weigh_values,
 )
 from nbattn.cpu_ref.compiling import kernel, part
@@ -132,7 +131,7 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
                           address_of(alpha))  # fmt: skip
             weigh_values(kind, address_of(acc), acc.strides[0], heads, group, address_of(s), s.strides[0],
                          now + 8 * KEYS, v_head, level[V_SLOT], n, output.dim, address_of(alpha), 0,
-                         after, k_head, tokens_ahead(level[K_SLOT]), idle)  # fmt: skip
+                         after, k_head, idle)  # fmt: skip
             summed += n
             if n_next <= 0 or summed >= FOLD_KEYS:
                 fold_block(kind, address_of(total), address_of(acc), acc.strides[0], output.dim, address_of(total_sum),

@@ -240,11 +240,10 @@ class Lanes:
         The number of vectors is a power of two, at most the number of lanes.
         """
         stride = 1
-        while len(vectors) > 1:
+        while stride < self.count:
+            if len(vectors) == 1:  # fewer vectors than lanes: each sum is still in parts
+                vectors = 2 * vectors
             vectors = [self._add_pairs(vectors[i], vectors[i + 1], stride) for i in range(0, len(vectors), 2)]
-            stride *= 2
-        while stride < self.count:  # fewer vectors than lanes: each sum is still in parts
-            vectors = [self._add_pairs(vectors[0], vectors[0], stride)]
             stride *= 2
         return vectors[0]
 
@@ -254,11 +253,17 @@ class Lanes:
         return self.builder.shuffle_vector(vector, vector, picks)
 
     def _add_pairs(self, a, b, stride: int):
-        low, high = [], []
-        for first in range(0, self.count, 2 * stride):
-            here = list(range(first, first + stride))
-            low += here + [self.count + i for i in here]
-            high += [i + stride for i in here] + [self.count + i + stride for i in here]
+        """Return a step of `sum_each`, by the shuffles that are cheapest: within 128 bits, then of whole 128 bits."""
+        quad, low, high = 16 // self.bytes, [], []
+        if stride < quad:  # halves of 128 bits, `stride` lanes of a and b in turn
+            for first in range(0, self.count, quad):
+                for picks, begin in ((low, first), (high, first + quad // 2)):
+                    for run in range(begin, begin + quad // 2, stride):
+                        picks += [*range(run, run + stride), *range(self.count + run, self.count + run + stride)]
+        else:
+            for first in range(0, 2 * self.count, 2 * quad):
+                low += range(first, first + quad)
+                high += range(first + quad, first + 2 * quad)
         shape = ir.VectorType(I32, self.count)
         return self.sum(
             self.builder.shuffle_vector(a, b, ir.Constant(shape, low)),

@@ -180,7 +180,8 @@ def weigh_panels(kind, panels, acc, acc_stride, rows, p, p_stride, seen, values,
         if not finite:
             for dirty in range(row, stop):
                 value_tile_1_select(kind, acc + dirty * acc_stride, acc_stride, p + dirty * number, p_stride,
-                                    values.rows, 0, 0, n, dim, alpha + dirty * number, values.rows, 0)  # fmt: skip
+                                    values.rows, 0, 0, n, dim, alpha + dirty * number, values.rows, 0,
+                                    values.rows)  # fmt: skip
             continue
         low, high = keys_seen(seen, row, stop)
         low, steps = low // step, max(0, (high + step - 1) // step - low // step)

@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from nbattn.cpu_ref.cpu import REGISTER_BYTES
-from nbattn.cpu_ref.lanes import AHEAD, TO_L1, Lanes, lane_count, uses_dot
+from nbattn.cpu_ref.lanes import AHEAD, TO_L1, TO_L2, Lanes, lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import I64, itemsize
 from nbattn.cpu_ref.scratch import LINE_BYTES
 from nbattn.scoring import LOWEST, LOWEST_DOUBLE
@@ -43,7 +43,7 @@ def _score_tile(queries: int, heads: int = 1):
 
     def codegen_for(kind):
         def codegen(context, builder, sig, args):
-            _, q, q_stride, rows, head, head_stride, dim, scale, s, s_stride, coming, coming_head = args
+            _, q, q_stride, rows, head, head_stride, dim, scale, s, s_stride, coming, coming_head, later = args
             lanes = Lanes(builder, kind, uses_dot(kind))
             keys = tile_keys(kind) if queries > 1 else lanes.count
 
@@ -70,6 +70,9 @@ def _score_tile(queries: int, heads: int = 1):
             with lanes.loop(0, whole, line) as (d, _):
                 for row in chain.from_iterable(ahead):  # one by one between the sums: a burst of them would be dropped
                     lanes.prefetch(lanes.add(row, lanes.mul(d, size)), AHEAD)
+                lines = lanes.add(later, lanes.mul(d, size * keys * heads))
+                for place in range(0, keys * heads * LINE_BYTES, LINE_BYTES):
+                    lanes.prefetch(lanes.add(lines, place), TO_L2)
                 for part in range(0, line, lanes.step):
                     step(lanes.add(d, part), lanes.load_key)
             with lanes.loop(whole, dim, lanes.step) as (d, _):
@@ -84,14 +87,15 @@ def _score_tile(queries: int, heads: int = 1):
 
         return codegen
 
-    def score_tile(typingctx, kind, q, q_stride, rows, head, head_stride, dim, scale, s, s_stride, coming, coming_head):
+    def score_tile(typingctx, kind, q, q_stride, rows, head, head_stride, dim, scale, s, s_stride, coming, coming_head,
+                   later):  # fmt: skip
         """``s[j, i] = scale * q[i, :dim] @ k[j, h, :dim]`` for the tile's rows i, their heads h and keys j.
 
-        Row j of K starts at ``rows[j] + head + h * head_stride``; `q` is zero-padded to whole vectors. The
-        same rows of the list `coming`, from `coming_head` on, are prefetched.
+        Row j of K starts at ``rows[j] + head + h * head_stride``; `q` is zero-padded to whole vectors. The same rows
+        of the list `coming`, from `coming_head` on, are prefetched, and as many bytes from `later` on to L2.
         """
         number = types.float64 if kind.tag == "float64" else types.float32
-        return types.void(kind, *[_BYTES] * 6, number, *[_BYTES] * 4), codegen_for(kind.tag)
+        return types.void(kind, *[_BYTES] * 6, number, *[_BYTES] * 5), codegen_for(kind.tag)
 
     return intrinsic(score_tile)
 
@@ -109,14 +113,12 @@ def _value_tile(queries: int, select: bool = False):
 
     def codegen_for(kind):
         def codegen(context, builder, sig, args):
-            _, acc, acc_stride, p, p_stride, rows, head, begin, end, dim, alpha, coming, coming_head = args
+            _, acc, acc_stride, p, p_stride, rows, head, begin, end, dim, alpha, coming, coming_head, later = args
             lanes = Lanes(builder, kind, uses_dot(kind) and not select)
             size = itemsize(kind)
             width = value_vectors(kind)
             at_once = 2 if lanes.dot else 1  # keys
-            first, last, all_steps = (
-                builder.lshr(x, lanes.const(at_once - 1)) for x in (begin, end, lanes.add(end, at_once - 1))
-            )  # of pairs of keys with `dot`: an odd last key is by itself
+            first, last = (builder.lshr(x, lanes.const(at_once - 1)) for x in (begin, end))  # pairs of keys with `dot`
 
             def values_of(addresses, d, vectors, ragged):
                 """Load a key's vectors of the slice at `d`; with `dot` the pairs of two keys', or of one's and 0."""
@@ -145,6 +147,8 @@ def _value_tile(queries: int, select: bool = False):
                 ]
                 # these keys are summed by themselves: equal weights round alike, and long sequential sums would drift
                 sums = [[lanes.variable(lanes.splat(0.0)) for _ in place[i]] for i in range(queries)]
+                slice_bytes = vectors * lanes.count * size
+                lines = lanes.add(later, lanes.mul(here, builder.sub(end, begin)))
 
                 def add(step, keys):
                     def listed(table):
@@ -153,8 +157,11 @@ def _value_tile(queries: int, select: bool = False):
 
                     for row in listed(coming):
                         ahead = lanes.add(lanes.add(row, coming_head), here)
-                        for line in range(0, vectors * lanes.count * size, LINE_BYTES):
+                        for line in range(0, slice_bytes, LINE_BYTES):
                             lanes.prefetch(lanes.add(ahead, line), AHEAD)
+                    behind = lanes.add(lines, lanes.mul(builder.sub(step, first), at_once * slice_bytes))
+                    for line in range(0, keys * slice_bytes, LINE_BYTES):
+                        lanes.prefetch(lanes.add(behind, line), TO_L2)
                     values = values_of(listed(rows), d, vectors, ragged)
                     weights = lanes.add(p, lanes.mul(p_stride, step))
                     for i in range(queries):
@@ -167,9 +174,9 @@ def _value_tile(queries: int, select: bool = False):
 
                 with lanes.loop(first, last, 1) as (step, _):
                     add(step, at_once)
-                if lanes.dot:
-                    with lanes.loop(last, all_steps, 1) as (step, _):
-                        add(step, 1)
+                if lanes.dot:  # an odd last key is by itself
+                    with builder.if_then(builder.icmp_signed("<", lanes.mul(last, at_once), end)):
+                        add(last, 1)
                 for i in range(queries):
                     factor = lanes.load_splat(lanes.add(alpha, i * lanes.bytes))
                     for at, total in zip(place[i], sums[i], strict=True):
@@ -185,13 +192,14 @@ def _value_tile(queries: int, select: bool = False):
         return codegen
 
     def value_tile(typingctx, kind, acc, acc_stride, p, p_stride, rows, head, begin, end, dim, alpha, coming,
-                   coming_head):  # fmt: skip
+                   coming_head, later):  # fmt: skip
         """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j]`` over ``begin <= j < end``, ``i < queries``.
 
         Row j of V starts at ``rows[j] + head``; `acc` rows are padded to whole vectors; prefetch ``coming[j] +
-        coming_head``. For a kind that `uses_dot`, `begin` is even and p is what `pack_weights` makes of the weights.
+        coming_head``, and as many bytes from `later` on to L2. For a kind that `uses_dot`, `begin` is even and p is
+        what `pack_weights` makes of the weights.
         """
-        return types.void(kind, *[_BYTES] * 12), codegen_for(kind.tag)
+        return types.void(kind, *[_BYTES] * 13), codegen_for(kind.tag)
 
     return intrinsic(value_tile)
 
