@@ -254,7 +254,9 @@ class Lanes:
 
     def _add_pairs(self, a, b, stride: int):
         """Return a step of `sum_each`, by the shuffles that are cheapest: within 128 bits, then of whole 128 bits."""
-        quad, low, high = 16 // self.bytes, [], []
+        quad = 16 // self.bytes
+        low: list[int] = []
+        high: list[int] = []
         if stride < quad:  # halves of 128 bits, `stride` lanes of a and b in turn
             for first in range(0, self.count, quad):
                 for picks, begin in ((low, first), (high, first + quad // 2)):
