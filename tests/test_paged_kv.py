@@ -6,17 +6,9 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from small_tables import DK, DV, HEADS, INDICES, INDPTR, LAST, LENS, PAGES, SLOTS, TABLE
 
 from nbattn import PagedKV
-
-PAGES, SLOTS, HEADS, DK, DV = 7, 3, 2, 8, 5
-TABLE = np.array([[6, 2, 4], [1, 1, 0], [3, 5, 2]], np.int32)
-LENS = np.array([7, 4, 0], np.int32)
-INDPTR, INDICES, LAST = (
-    np.array([0, 3, 5, 5], np.int32),
-    np.array([6, 2, 4, 1, 1], np.int32),
-    np.array([1, 1, 0], np.int32),
-)
 
 
 def numbers(*shape, dtype=np.float32):
