@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 from nbattn.arrays import dtype_name
 from nbattn.cuda_kernels.gather_parts import Parts
 from nbattn.cuda_kernels.metadata import PlanMetadata
-from nbattn.cuda_kernels.parameters import KINDS
+from nbattn.cuda_kernels.parameters import KINDS, WAITS_ASKING, WAITS_FIRST, WAITS_FOR_DATA, WAITS_NEVER
 from nbattn.cuda_kernels.shapes import (
     CHUNK_BYTES,
     DECODE_ROWS,
     LARGEST_CLUSTERED_HEAD,
     PREFILL_ROWS,
     WARPGROUP_ROWS,
+    decode_shape,
     decode_shared_bytes,
     head_size_class,
     merge_team,
@@ -203,12 +204,13 @@ class KernelCall(NamedTuple):
 
 
 def paged_kernels(
-    device: Any, metadata: PlanMetadata, q: Array, kvs: list[Any], tables: list[int], options: AttentionOptions,
-    out: Array, lse: Array | None,
+    device: Any, metadata: PlanMetadata, q: Array, kvs: list[Any], tables: list[tuple[int, bool]],
+    options: AttentionOptions, out: Array, lse: Array | None,
 ) -> Iterator[tuple[int, KernelCall]]:  # fmt: skip
-    """Yield (level, kernel) of a plan: attention over every level's cache, page ids at `tables`, and the merge.
+    """Yield (level, kernel) of a plan: attention over every level's cache, and the merge.
 
-    The arrays are those of `PagedCall`; addresses of partial states are left 0.
+    The arrays are those of `PagedCall`, `tables` the addresses of page ids and whether they are the caller's own array;
+    addresses of partial states are left 0.
     """
     pointers = metadata.pointers
     rows = (pointers["position"], pointers["request"], pointers["index"])
@@ -226,8 +228,13 @@ def paged_kernels(
         if family == "paged_decode" and cluster == 1:
             blocks_each = grid[0] * grid[1] / device.multiprocessors
             shared_bytes = decode_shared_bytes(constants["head_dim"], blocks_each, crowded)
-        cache_values = _cache_values(device, kv, tables[segment.level], q, options.scale)
-        values = (segment.work, *rows, int(beside), *query, *cache_values, *features, *result)
+        table, is_callers = tables[segment.level]
+        cache_values = _cache_values(device, kv, table, q, options.scale)
+        waits = WAITS_NEVER if beside else WAITS_FIRST if is_callers else WAITS_FOR_DATA
+        if waits == WAITS_FOR_DATA and family == "paged_decode":
+            resident = device.multiprocessors * decode_shape(constants["cache"], constants["head_dim"]).blocks
+            waits = WAITS_ASKING if math.prod(grid) <= resident else waits
+        values = (segment.work, *rows, waits, *query, *cache_values, *features, *result)
         yield segment.level, KernelCall(family, constants, grid, values, shared_bytes, True, cluster)
         beside, crowded = beside or all(grid), crowded or constants.get("groups") == 2
     if metadata.num_merges:

@@ -38,7 +38,7 @@ _BEFORE_HOPPER = {  # kernels cannot overlap, and every block is a cluster of it
     r"%clusterid\.x": "%ctaid.x",
     r"%cluster_ctarank": "0",
     r"%cluster_nctarank": "1",
-    r"mapa\.shared::cluster\.u32 (\w+), (\S+), \S+;": r"mov.b32 \1, \2;",
+    r"mapa\.shared::cluster\.u32 (\S+), (\S+), \S+;": r"mov.b32 \1, \2;",
     r"ld\.shared::cluster": "ld.shared",
 }
 _FAST_MATH = ("-ftz=1", "-prec-div=0", "-prec-sqrt=0", "-fma=1")  # what Numba's `fastmath` says where it makes PTX

@@ -72,6 +72,7 @@ def store_four(value, dim, row, qo_head, kv_head, state, result):
     address = result.out + int64(row) * result.out_row + int64(qo_head) * result.out_head + int64(dim) * item
     plain = result.v_scale == int64(0) and result.gate == int64(0) and result.out_dim == item
     if not plain or address & int64(7) != int64(0) or result.out_kind == F32:
+        dim, row, qo_head = ptx.here_i32(dim), ptx.here_i32(row), ptx.here_i32(qo_head)  # or all would be found ahead
         for e in range(4):
             store_result(value[e], dim + int32(e), row, qo_head, kv_head, result)
     else:
@@ -170,7 +171,7 @@ def make_write_rows(warps: int, rows: int, part_bytes: int = 0) -> Callable:
         Lane i < count gives row i's `row` and `qo_head`, and its partial `state`, negative where the row is finished
         here; it finds what the warps' parts of that row weigh. Then the lanes take four dimensions each, row by row.
         """
-        own = min(lane, count - int32(1))
+        own = int32(min(lane, count - int32(1)))
         weight = cuda.local.array(warps, types.float32)
         m = EMPTY
         for w in range(warps):
@@ -194,7 +195,7 @@ def make_write_rows(warps: int, rows: int, part_bytes: int = 0) -> Callable:
             state_now = ptx.from_lane_i32(state, tile_row)
             for w in range(warps):
                 factor[w] = ptx.from_lane_f32(weight[w], tile_row)
-            dim = int32(4) * lane
+            dim = int32(int32(4) * lane)
             while dim < result.head_dim:
                 for e in range(4):
                     value[e] = float32(0)
@@ -207,9 +208,9 @@ def make_write_rows(warps: int, rows: int, part_bytes: int = 0) -> Callable:
                         value[2] += factor[w] * ptx.bits_float(x2)
                         value[3] += factor[w] * ptx.bits_float(x3)
                 store_four(value, dim, row_now, head_now, kv_head, state_now, result)
-                dim += int32(128)
+                dim = int32(dim + int32(128))
                 keep_rolled()
-            tile_row += step
+            tile_row = int32(tile_row + step)
             keep_rolled()
 
     return write_rows
@@ -267,16 +268,33 @@ def make_write_shares(warps: int, part_rows: int, part_bytes: int) -> Callable:
     TURNS, WORDS = PARTS // 8, 4 * PARTS // 8  # 8 parts are read at a time, 16 dimensions of each
 
     @register_jitable
-    def weigh_parts(weight, partials, tile_row, parts, lane):
+    def find_parts(places, weight_places, accumulators, pitch, partials, task, segments, parts, lane):
+        """Find where the lane's parts of a task lie, and the weights it looks after; return the task's row and dim.
+
+        Where a row has fewer parts, the last one is read again.
+        """
+        tile_row = idiv(task, segments)
+        dim = int32(((task - tile_row * segments) << int32(4)) + ((lane & int32(3)) << int32(2)))
+        at = int32(accumulators + tile_row * pitch + (dim << int32(2)))
+        for i in range(TURNS):
+            part = int32(min(int32((lane >> int32(2)) + int32(8 * i)), parts - int32(1)))
+            place = at + (part & int32(warps - 1)) * (int32(part_bytes) if part_bytes else pitch)
+            places[i] = ptx.remote_address(place, part >> int32(WARP_BITS))
+        for i in range(OWN):
+            part = int32(min(int32(lane + int32(32 * i)), parts - int32(1)))
+            place = partials + ((part & int32(warps - 1)) * int32(part_rows) + tile_row) * int32(8)
+            weight_places[i] = ptx.remote_address(place, part >> int32(WARP_BITS))
+        return tile_row, dim
+
+    @register_jitable
+    def weigh_parts(weight, places, parts, lane):
         """Let lane i find what parts i, i + 32, ... of a row weigh; return the row's maximum and denominator."""
         d_part = cuda.local.array(OWN, types.float32)
         m, d_sum = EMPTY, float32(0)
         for i in range(OWN):
-            part = int32(lane + int32(32 * i))
-            weight[i], d_part[i] = EMPTY, float32(0)
-            if part < parts:
-                at = partials + ((part & int32(warps - 1)) * int32(part_rows) + tile_row) * int32(8)
-                weight[i], d_part[i] = ptx.remote_load_2f32(at, part >> int32(WARP_BITS))
+            weight[i], d_part[i] = ptx.remote_load_2f32(places[i])
+            if int32(lane + int32(32 * i)) >= parts:
+                weight[i], d_part[i] = EMPTY, float32(0)
             m = ptx.maximum(m, weight[i])
         for distance in (16, 8, 4, 2, 1):
             m = ptx.maximum(m, ptx.exchange_f32(m, int32(distance)))
@@ -294,24 +312,21 @@ def make_write_shares(warps: int, part_rows: int, part_bytes: int) -> Callable:
     ):  # fmt: skip
         """Write tasks `unit`, ``unit + parts``, ... of the cluster's: 16 dimensions of a row each, of a multiple of 16.
 
-        Lane i < count gives row i's `row`, `qo_head` and `state` as for `write_rows`. Four lanes hold the dimensions
-        of a part, so that the warp reads eight parts at a time.
+        The block has arrived at the cluster's barrier. Lane i < count gives row i's `row`, `qo_head` and `state` as for
+        `write_rows`. Four lanes hold the dimensions of a part, so that the warp reads eight parts at a time.
         """
         weight, value = cuda.local.array(OWN, types.float32), cuda.local.array(4, types.float32)
         words = cuda.local.array(WORDS, types.uint32)
+        places, weight_places = cuda.local.array(TURNS, types.int32), cuda.local.array(OWN, types.int32)
         group, segments = lane >> int32(2), result.head_dim >> int32(4)
-        task = unit
-        while task < count * segments:
-            tile_row = idiv(task, segments)
-            dim = ((task - tile_row * segments) << int32(4)) + ((lane & int32(3)) << int32(2))
-            at = accumulators + tile_row * pitch + (dim << int32(2))
+        task, tasks = unit, int32(count * segments)
+        tile_row, dim = find_parts(places, weight_places, accumulators, pitch, partials, min(task, tasks - int32(1)),
+                                   segments, parts, lane)  # fmt: skip
+        ptx.wait_cluster()
+        while task < tasks:
             for i in range(TURNS):
-                part = group + int32(8 * i)
-                place = at + (part & int32(warps - 1)) * (int32(part_bytes) if part_bytes else pitch)
-                words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3] = ptx.remote_load_4u32_if(
-                    place, part >> int32(WARP_BITS), int32(part < parts)
-                )
-            m, d_sum = weigh_parts(weight, partials, tile_row, parts, lane)
+                words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3] = ptx.remote_load_4u32(places[i])
+            m, d_sum = weigh_parts(weight, weight_places, parts, lane)
             row_now, head_now = ptx.from_lane_i32(row, tile_row), ptx.from_lane_i32(qo_head, tile_row)
             state_now = ptx.from_lane_i32(state, tile_row)
             inverse, row_lse = normalise(m, d_sum, int64(0) if state_now >= int32(0) else result.sinks, head_now)
@@ -333,6 +348,9 @@ def make_write_shares(warps: int, part_rows: int, part_bytes: int) -> Callable:
             if dim == int32(0) and group == int32(0):
                 store_row_lse(row_lse, row_now, head_now, state_now, result)
             task = int32(task + parts)
+            if task < tasks:
+                tile_row, dim = find_parts(places, weight_places, accumulators, pitch, partials, task, segments, parts,
+                                           lane)  # fmt: skip
             keep_rolled()
 
     return write_shares

@@ -25,7 +25,7 @@ from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY, finished, normalise
 from nbattn.cuda_kernels.formats import F32, store_lse
 from nbattn.cuda_kernels.groups import Result
-from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
+from nbattn.cuda_kernels.loops import keep_rolled
 from nbattn.cuda_kernels.rows import element
 from nbattn.cuda_kernels.shapes import CHUNK_BYTES, LINE_BYTES, MERGE_STREAMS, merge_shape
 from nbattn.indexing import idiv
@@ -50,27 +50,25 @@ class States(NamedTuple):
 
 def make_take_batch(chunk: SimpleNamespace, batch: int, full: bool) -> Callable:
     """Return the function that takes `batch` states, all of which exist if `full`."""
-    WIDTH, WORDS, BATCH_WORDS, at_index = chunk.WIDTH, chunk.WORDS, batch * chunk.WORDS, chunk.at
+    WIDTH, WORDS, BATCH_WORDS = chunk.WIDTH, chunk.WORDS, batch * chunk.WORDS
     load, load_if, load_lse, load_lse_if = chunk.load, chunk.load_if, chunk.load_lse, chunk.load_lse_if
     drop, add = chunk.drop, chunk.add
 
     @register_jitable
-    def take_batch(value, m, d_sum, at, count, slot, states):
-        """Take states ``at, at + 1, ...`` of `count`, in the slots `slot`, into a running sum.
+    def take_batch(value, m, d_sum, at, count, v_at, s_at, states):
+        """Take states ``at, at + 1, ...`` of `count`, at these addresses, into a running sum.
 
         Return its new maximum and denominator.
         """
         score, words = cuda.local.array(batch, types.float32), cuda.local.array(BATCH_WORDS, types.uint32)
         for j in range(batch):
-            s_at = at_index(states.s, slot[j], states.s_step)
-            v_at = at_index(states.v, slot[j], states.v_step)
             if full:
-                score[j] = load_lse(s_at, states.s_kind)
-                load(words, j * WORDS, v_at, states.v_kind)
+                score[j] = load_lse(s_at[j], states.s_kind)
+                load(words, j * WORDS, v_at[j], states.v_kind)
             else:
                 wanted = int32(at + int32(j)) < count
-                score[j] = load_lse_if(s_at, states.s_kind, wanted)
-                load_if(words, j * WORDS, v_at, states.v_kind, wanted)
+                score[j] = load_lse_if(s_at[j], states.s_kind, wanted)
+                load_if(words, j * WORDS, v_at[j], states.v_kind, wanted)
         top = m
         for j in range(batch):
             score[j] *= states.s_unit
@@ -91,18 +89,22 @@ def make_take_batch(chunk: SimpleNamespace, batch: int, full: bool) -> Callable:
     return take_batch
 
 
-def make_find_slots(batch: int, always_listed: bool) -> Callable:
-    """Return the function that looks up the slots of a batch's states."""
+def make_find_states(chunk: SimpleNamespace, batch: int, always_listed: bool) -> Callable:
+    """Return the function that finds where the states of a batch are, in slots that may be listed."""
+    at_index = chunk.at
 
     @register_jitable
-    def find_slots(slot, at, count, states):
-        """Look up the slots of states ``at, at + 1, ...`` of `count`; without a list, a state is in its own place."""
+    def find_states(v_at, s_at, at, count, states):
+        """Find states ``at, at + 1, ...`` of `count`; without a list, a state is in its own place."""
+        slot = cuda.local.array(batch, types.int32)
         for j in range(batch):
             slot[j] = int32(min(int32(at + int32(j)), count - int32(1)))
             if always_listed or states.slots != int64(0):
                 slot[j] = element(states.slots, slot[j])
+        for j in range(batch):
+            v_at[j], s_at[j] = at_index(states.v, slot[j], states.v_step), at_index(states.s, slot[j], states.s_step)
 
-    return find_slots
+    return find_states
 
 
 @register_jitable
@@ -143,10 +145,11 @@ def make_shelf(width: int) -> SimpleNamespace:
 
 def make_sum_of_group(chunk: SimpleNamespace, batch: int) -> Callable:
     """Return the function by which a group of lanes sums its share of states that stand at equal distances."""
-    WIDTH, take_full, take_some = chunk.WIDTH, make_take_batch(chunk, batch, True), make_take_batch(chunk, batch, False)
+    WIDTH, at_index = chunk.WIDTH, chunk.at
+    take_full, take_some = make_take_batch(chunk, batch, True), make_take_batch(chunk, batch, False)
 
     @register_jitable
-    def sum_of_group(value, count, group, groups, place, slot, states):
+    def sum_of_group(value, count, group, groups, place, v_at, s_at, states):
         """Sum batches `group`, ``group + groups``, ... into `value`; return their maximum and denominator."""
         m, d_sum = EMPTY, float32(0)
         for e in range(WIDTH):
@@ -154,11 +157,12 @@ def make_sum_of_group(chunk: SimpleNamespace, batch: int) -> Callable:
         at = int32(group * int32(batch))
         while at < count:
             for j in range(batch):
-                slot[j] = int32(at + int32(j))
+                v_at[j] = at_index(states.v, int32(at + int32(j)), states.v_step)
+                s_at[j] = at_index(states.s, int32(at + int32(j)), states.s_step)
             if at + int32(batch) <= count:
-                m, d_sum = take_full(value, m, d_sum, at, count, slot, states)
+                m, d_sum = take_full(value, m, d_sum, at, count, v_at, s_at, states)
             else:
-                m, d_sum = take_some(value, m, d_sum, at, count, slot, states)
+                m, d_sum = take_some(value, m, d_sum, at, count, v_at, s_at, states)
             at = int32(at + groups * int32(batch))
             keep_rolled()
         return m, d_sum
@@ -166,16 +170,16 @@ def make_sum_of_group(chunk: SimpleNamespace, batch: int) -> Callable:
     return sum_of_group
 
 
-def make_sum_of_streams(chunk: SimpleNamespace, shelf: SimpleNamespace, batch: int, find_slots: Callable) -> Callable:
+def make_sum_of_streams(chunk: SimpleNamespace, shelf: SimpleNamespace, batch: int, find_states: Callable) -> Callable:
     """Return the function by which a group of lanes sums its streams of listed states."""
     WIDTH, put, fold = chunk.WIDTH, shelf.put, shelf.fold
     take_some = make_take_batch(chunk, batch, False)
 
     @register_jitable
-    def sum_of_streams(value, count, group, groups, place, slot, states):
+    def sum_of_streams(value, count, group, groups, place, v_at, s_at, states):
         """Sum a group's streams one after the other into `value`; return their maximum and denominator.
 
-        The first batch's slots are in `slot`; the next ones are looked up beside each batch.
+        `v_at` and `s_at` say where the first batch is.
         """
         top, total = EMPTY, float32(0)
         for e in range(WIDTH):
@@ -189,11 +193,11 @@ def make_sum_of_streams(chunk: SimpleNamespace, shelf: SimpleNamespace, batch: i
             m, d_sum = EMPTY, float32(0)
             at = int32(stream * int32(batch))
             while at < count:
-                m, d_sum = take_some(value, m, d_sum, at, count, slot, states)
+                m, d_sum = take_some(value, m, d_sum, at, count, v_at, s_at, states)
                 next_at = int32(at + int32(STREAMS * batch))
                 next_at = next_at if next_at < count else int32((stream + groups) * int32(batch))
                 if next_at < count:
-                    find_slots(slot, next_at, count, states)
+                    find_states(v_at, s_at, next_at, count, states)
                 at = int32(at + int32(STREAMS * batch))
                 keep_rolled()
             if stream == group:
@@ -226,8 +230,8 @@ def make(vector: bool, listed: bool) -> Kernel:
     chunk = make_chunk(vector, BATCH, 4 if ONE_KIND else 8)
     shelf = make_shelf(chunk.WIDTH)
     WIDTH, width, at, store, put, fold = chunk.WIDTH, chunk.width, chunk.at, chunk.store, shelf.put, shelf.fold
-    find_slots = make_find_slots(BATCH, vector)
-    sum_states = make_sum_of_streams(chunk, shelf, BATCH, find_slots) if listed else make_sum_of_group(chunk, BATCH)
+    find_states = make_find_states(chunk, BATCH, vector)
+    sum_states = make_sum_of_streams(chunk, shelf, BATCH, find_states) if listed else make_sum_of_group(chunk, BATCH)
     PARTIALS = 4 * THREADS * WIDTH  # in shared memory, after the values
     SHARED = PARTIALS + 8 * THREADS
 
@@ -238,16 +242,15 @@ def make(vector: bool, listed: bool) -> Kernel:
         ptx.shared_store_2f32(shared + int32(PARTIALS) + thread * int32(8), top, total)
         ptx.sync_block()
         if group == int32(0):
-            for other in range(1, STREAMS):
-                if int32(other) < groups:
-                    neighbour = int32(thread + (int32(other) << lane_bits))
-                    at = shared + int32(PARTIALS) + neighbour * int32(8)
-                    m, d_sum = ptx.shared_load_f32(at), ptx.shared_load_f32(at + int32(4))
-                    higher = ptx.maximum(top, m)
-                    a, b = state_weight(top, shift(higher)), state_weight(m, shift(higher))
-                    fold(value, shared + neighbour * int32(4 * WIDTH), a, b, True)
-                    top, total = higher, total * a + d_sum * b
-                unroll_fully()
+            for other in range(1, groups):
+                neighbour = int32(thread + (int32(other) << lane_bits))
+                at = shared + int32(PARTIALS) + neighbour * int32(8)
+                m, d_sum = ptx.shared_load_f32(at), ptx.shared_load_f32(at + int32(4))
+                higher = ptx.maximum(top, m)
+                a, b = state_weight(top, shift(higher)), state_weight(m, shift(higher))
+                fold(value, shared + neighbour * int32(4 * WIDTH), a, b, True)
+                top, total = higher, total * a + d_sum * b
+                keep_rolled()  # instructions that run once are waited for one by one
         return top, total
 
     def merge_states(
@@ -279,33 +282,36 @@ def make(vector: bool, listed: bool) -> Kernel:
                         gate_kind)  # fmt: skip
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
         value = cuda.local.array(WIDTH, types.float32)
-        is_plain = v_scale == int64(0) and gate == int64(0)
 
         dim = int32((cuda.blockIdx.y * lanes + lane) * width(v_kind))
         inside = dim < head_dim and row >= int32(0)
         dim = int32(min(dim, head_dim - width(v_kind)))  # a lane without a chunk reads another's
         states = States(v + int64(dim) * v_dim, v_state, v_kind, s, s_state, s_kind, s_unit, slots)
-        place, slot = shared + thread * int32(4 * WIDTH), cuda.local.array(BATCH, types.int32)
+        place = shared + thread * int32(4 * WIDTH)
+        v_at, s_at = cuda.local.array(BATCH, types.int64), cuda.local.array(BATCH, types.int64)
         ptx.let_next_start()  # what comes next waits for this merge, and so for what this one waits for
         if listed and group * int32(BATCH) < count:
-            find_slots(slot, group * int32(BATCH), count, states)
+            find_states(v_at, s_at, group * int32(BATCH), count, states)
         if not listed and asks_early != int32(0) and group * int32(BATCH) < count:
             # of the lanes whose chunks share a line, each asks for another state's
             early = int32(min(group * int32(BATCH) + (lane & int32(LINE - 1)), count - int32(1)))
             ptx.prefetch(at(states.v, early, v_state))
         ptx.wait_for_earlier()  # the plan's lists are there before, the states are not
-        top, total = sum_states(value, count, group, groups, place, slot, states)
+        top, total = sum_states(value, count, group, groups, place, v_at, s_at, states)
         if groups > int32(1):
             top, total = sum_groups(value, top, total, shared, thread, group, groups, lane_bits)
         if group == int32(0) and inside:
             inverse, row_lse = normalise(top, total, sinks, head)
-            kv_head = idiv(head, group_size)
             for e in range(WIDTH):
                 value[e] = value[e] * inverse if inverse != float32(0) else float32(0)
-                if is_plain:
+            if v_scale == int64(0) and gate == int64(0):
+                for e in range(WIDTH):
                     value[e] *= v_unit
-                elif int32(e) < width(v_kind):
-                    value[e] = finished(value[e], dim + int32(e), row, head, kv_head, result)
+            else:
+                kv_head = idiv(ptx.here_i32(head), group_size)
+                for e in range(WIDTH):
+                    if int32(e) < width(v_kind):
+                        value[e] = finished(value[e], dim + int32(e), row, head, kv_head, result)
             address = out + int64(row) * out_row + int64(head) * out_head
             store(address + int64(dim) * out_dim, out_kind, value, v_kind)
             if dim == int32(0) and lse != int64(0):

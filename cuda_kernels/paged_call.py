@@ -62,8 +62,8 @@ class PagedCall:
         fixed.update({name: len(self.addresses) + i for i, name in enumerate(_OPTIONS)})
         self._launches = []
         self._tables = [metadata.table(level, kv.kv_indices) for level, kv in enumerate(kvs)]
-        tables = [address for address, _ in self._tables]
         self._has_own_tables = all(owner is metadata for _, owner in self._tables)
+        tables = [(address, owner is kv.kv_indices) for (address, owner), kv in zip(self._tables, kvs, strict=True)]
         self._most_states = metadata.most_states
         for level, kernel in paged_kernels(device, metadata, q, kvs, tables, options, out, lse):
             places = {**fixed, "k": 3 + 2 * level, "v": 4 + 2 * level}

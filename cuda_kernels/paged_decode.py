@@ -10,23 +10,27 @@ from __future__ import annotations
 
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
+from numba.extending import register_jitable
 
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_write_rows, make_write_shares
 from nbattn.cuda_kernels.groups import Pages, Result, Rules
 from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
+from nbattn.cuda_kernels.parameters import WAITS_ASKING, WAITS_FIRST, WAITS_FOR_DATA
 from nbattn.cuda_kernels.rows import (
+    biases_of_rows,
     element,
     end_behind_earlier,
     item_and_head,
+    limits_of_rows,
     make_score_tile,
-    make_set_up_rows,
     read_item,
     row_and_head,
 )
 from nbattn.cuda_kernels.shapes import LARGEST_CLUSTERED_HEAD, decode_shape
-from nbattn.cuda_kernels.tile import look_up, make_tile
+from nbattn.cuda_kernels.tile import make_tile
+from nbattn.cuda_kernels.tile_copies import look_up
 
 
 def make(cache: str, head_dim: int, full: bool) -> Kernel:
@@ -54,7 +58,8 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     SHARED = QUERY + tile.Q_BYTES
     Q_WORDS, S_NUMBERS, P_WORDS, O_NUMBERS = 2 * tile.SHARE, tile.S_NUMBERS, tile.P_WORDS, tile.O_NUMBERS
     read_query_share, put_query_share = tile.read_query_share, tile.put_query_share
-    set_up_rows = make_set_up_rows(full)
+    SOURCES = 2 * tile.TURNS  # addresses of a tile's K and V that a lane copies from
+    locate, copy_located, ask_for_located = tile.locate, tile.copy_located, tile.ask_for_located
     fetch, multiply_keys, soften = tile.fetch, tile.multiply_keys, tile.soften
     pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
     HAS_NONFINITE = tile.HAS_NONFINITE  # int8 holds neither NaN nor infinity
@@ -64,8 +69,30 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     write_rows, write_shares = make_write_rows(WARPS, 16, RING), make_write_shares(4, 16, RING)
     wait_for_oldest = ptx.WAIT_COPIES[STAGES - 1]
 
+    @register_jitable
+    def look_up_first(page, slot, ahead, step, item, kv_indices, page_size):
+        """Look up the lane's key in each tile of the ring; return its key behind them."""
+        for stage in range(STAGES):
+            page[stage], slot[stage] = look_up(ahead, item.key_end, item.page_begin, kv_indices, page_size)
+            ahead = int32(ahead + step)
+        return ahead
+
+    @register_jitable
+    def fill_ring(ring, sources, bits, page, slot, key0, step, key_end, lane, pages):
+        """Start copying the ring's tiles, the first from `sources`; set which of the others' keys exist."""
+        for stage in range(STAGES):
+            place = ring + int32(stage * STAGE)
+            if stage:
+                bits[stage] = uint32(0)
+            if int32(key0 + int32(stage) * step) < key_end:
+                if stage:
+                    bits[stage] = fetch(place, place + int32(K_TILE), page[stage], slot[stage], lane, pages)
+                else:
+                    copy_located(place, place + int32(K_TILE), sources, bits[0], lane, pages)
+            ptx.commit_copies()
+
     def paged_decode(
-        work, row_position, row_request, row_index, beside, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v,
+        work, row_position, row_request, row_index, waits, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v,
         v_page, v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads,
         scale, window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key,
         mask_kind, rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head,
@@ -80,8 +107,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             return
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread >> int32(5)), int32(thread & int32(31))
-        rank, blocks = ptx.cluster_rank(), ptx.cluster_size()
-        c = int32(lane & int32(3))
+        rank, blocks, c = ptx.cluster_rank(), ptx.cluster_size(), int32(lane & int32(3))
         shared = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
         ring, scratch = shared + warp * int32(RING), shared + int32(SCRATCH) + warp * int32(1024)
         partials = shared + int32(PARTIALS)
@@ -95,41 +121,41 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         key0 = int32(item.key_begin + (rank * int32(WARPS) + warp) * int32(KEYS))
         step = int32(blocks * int32(WARPS * KEYS))  # between a warp's tiles
         pair = int32(first_pair + (lane & int32(15)))  # a lane looks after a row
-        row, qo_head = row_and_head(min(pair, pairs - int32(1)), item.row_begin, kv_head, group_size)
-        own_position = element(row_position, row)
-        if not beside:  # plans are copied to the device; what else is read may be a kernel's result
+        row, qo_head = row_and_head(int32(min(pair, pairs - int32(1))), item.row_begin, kv_head, group_size)
+        # ahead of the results of earlier kernels, what follows from the plan: limits, page ids, addresses
+        if waits == int32(WAITS_FIRST):
             ptx.wait_for_earlier()
-        ptx.let_next_start()
-
-        # ask for page ids, then for q, then for the first tiles: nothing waits for more than it needs
         page, slot = cuda.local.array(STAGES, types.int32), cuda.local.array(STAGES, types.int32)
-        bits = cuda.local.array(STAGES, types.uint32)
-        ahead = int32(key0 + (lane & int32(KEYS - 1)))
-        for stage in range(STAGES):
-            page[stage], slot[stage] = look_up(ahead, key_end, item.page_begin, kv_indices, page_size)
-            ahead = int32(ahead + step)
-        query, words = shared + int32(QUERY), cuda.local.array(Q_WORDS, types.uint32)
-        q += int64(row) * q_row + int64(qo_head) * q_head
-        for i in range(2):
-            address = ptx.from_lane_i64(q, (lane >> int32(2)) + int32(8 * i))
-            read_query_share(words, address, i, q_kind, head_dim_qk, lane, warp)
-            unroll_fully()
+        ahead = look_up_first(page, slot, int32(key0 + (lane & int32(KEYS - 1))), step, item, kv_indices, page_size)
         first, end = cuda.local.array(2, types.int32), cuda.local.array(2, types.int32)
         unit, slope = cuda.local.array(2, types.float32), cuda.local.array(2, types.float32)
         position, mask_at = cuda.local.array(2, types.int32), cuda.local.array(2, types.int64)
-        all_low, all_high = set_up_rows(first, end, slope, position, mask_at, own_position, row, qo_head, pair < pairs,
-                                        item, lane, rules)  # fmt: skip
-        for stage in range(STAGES):
-            bits[stage] = uint32(0)
-            if int32(key0 + int32(stage) * step) < key_end:
-                place = ring + int32(stage * STAGE)
-                bits[stage] = fetch(place, place + int32(K_TILE), page[stage], slot[stage], lane, pages)
-            ptx.commit_copies()
+        all_low, all_high = limits_of_rows(first, end, position, element(row_position, row), pair < pairs, item, lane,
+                                           rules)  # fmt: skip
+        q += int64(row) * q_row + int64(qo_head) * q_head
+        address, sources = cuda.local.array(2, types.int64), cuda.local.array(SOURCES, types.int64)
+        for i in range(2):
+            address[i] = ptx.from_lane_i64(q, (lane >> int32(2)) + int32(8 * i))
+        bits = cuda.local.array(STAGES, types.uint32)
+        bits[0] = locate(sources, page[0], slot[0], lane, pages)
+        if waits == int32(WAITS_ASKING):
+            ask_for_located(sources, bits[0], lane, pages)
+        if waits >= int32(WAITS_FOR_DATA):
+            ptx.wait_for_earlier()
+        ptx.let_next_start()
+
+        # ask for q, then for the first tiles: nothing waits for more than it needs
+        query, words = shared + int32(QUERY), cuda.local.array(Q_WORDS, types.uint32)
+        for i in range(2):
+            read_query_share(words, address[i], i, q_kind, head_dim_qk, lane, warp)
+            unroll_fully()
+        fill_ring(ring, sources, bits, page, slot, key0, step, key_end, lane, pages)
         page[0], slot[0] = look_up(ahead, key_end, item.page_begin, kv_indices, page_size)
+        if full:
+            biases_of_rows(slope, mask_at, row, qo_head, item, lane, rules)
 
         for i in range(2):
-            address = ptx.from_lane_i64(q, (lane >> int32(2)) + int32(8 * i))
-            unit[i] = scale * put_query_share(query, words, address, i, q_kind, head_dim_qk, lane, warp)
+            unit[i] = scale * put_query_share(query, words, address[i], i, q_kind, head_dim_qk, lane, warp)
             unroll_fully()
         ptx.sync_block()
 
@@ -171,11 +197,12 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         publish(o, m, d_sum, ring, partials + warp * int32(128), lane)
         ptx.arrive_cluster()
         lane = ptx.from_lane_i32(lane, lane)  # or what follows from it would stay in registers all the while
-        row, qo_head = row_and_head(min(first_pair + lane, pairs - int32(1)), item.row_begin, kv_head, group_size)
+        pair = int32(min(first_pair + lane, pairs - int32(1)))
+        row, qo_head = row_and_head(pair, item.row_begin, kv_head, group_size)
         state = int32(item.state + row - item.row_begin) if item.state >= int32(0) else int32(-1)
         count = int32(min(int32(16), pairs - first_pair))
-        ptx.wait_cluster()
         if blocks == int32(1) or not MAY_CLUSTER:
+            ptx.wait_cluster()
             write_rows(shared, int32(PITCH), partials, warp, int32(WARPS), count, lane, row, qo_head, kv_head, state,
                        result)  # fmt: skip
         else:

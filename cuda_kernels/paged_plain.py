@@ -14,6 +14,7 @@ from nbattn.cuda_kernels.epilogue import EMPTY, make_write_row, make_write_share
 from nbattn.cuda_kernels.formats import F32
 from nbattn.cuda_kernels.groups import Result, Rules
 from nbattn.cuda_kernels.loops import keep_rolled
+from nbattn.cuda_kernels.parameters import WAITS_NEVER
 from nbattn.cuda_kernels.plain import WARPS, empty_accumulator, load_row, make_plain, publish_row, row_bytes
 from nbattn.cuda_kernels.rows import (
     biased_score,
@@ -25,7 +26,7 @@ from nbattn.cuda_kernels.rows import (
     slope_and_mask,
 )
 from nbattn.cuda_kernels.shapes import LARGEST_HEAD, shared_bytes_for
-from nbattn.cuda_kernels.tile import look_up
+from nbattn.cuda_kernels.tile_copies import look_up
 from nbattn.indexing import mapped_page
 
 
@@ -36,7 +37,7 @@ def make(cache: str) -> Kernel:
     write_row, write_shares = make_write_row(WARPS, 1), make_write_shares(WARPS, 1, 0)
 
     def paged_plain(
-        work, row_position, row_request, row_index, beside, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v,
+        work, row_position, row_request, row_index, waits, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v,
         v_page, v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads,
         scale, window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key,
         mask_kind, rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head,
@@ -48,7 +49,7 @@ def make(cache: str) -> Kernel:
         if pair >= (item.row_end - item.row_begin) * group_size:
             ptx.wait_for_earlier()
             return
-        if not beside:  # plans are copied to the device; what else is read may be a kernel's result
+        if waits != int32(WAITS_NEVER):  # plans are copied to the device; what else is read may be a kernel's result
             ptx.wait_for_earlier()
         ptx.let_next_start()
         thread = int32(cuda.threadIdx.x)
@@ -103,7 +104,6 @@ def make(cache: str) -> Kernel:
         slot = int32(item.state + row - item.row_begin) if item.state >= int32(0) else int32(-1)
         if blocks > int32(1):
             ptx.arrive_cluster()
-            ptx.wait_cluster()
             write_shares(accumulators, pitch, partials, warp * blocks + rank, warps, int32(1), lane, row, qo_head,
                          kv_head, slot, result)  # fmt: skip
             ptx.leave_cluster()

@@ -16,6 +16,7 @@ from nbattn.cuda_kernels.epilogue import EMPTY
 from nbattn.cuda_kernels.formats import CACHE_FORMATS
 from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules
 from nbattn.cuda_kernels.loops import keep_rolled
+from nbattn.cuda_kernels.parameters import WAITS_NEVER
 from nbattn.cuda_kernels.rows import (
     LIMITS_BYTES,
     end_behind_earlier,
@@ -27,7 +28,8 @@ from nbattn.cuda_kernels.rows import (
     read_item,
 )
 from nbattn.cuda_kernels.shapes import PREFILL_ROWS
-from nbattn.cuda_kernels.tile import look_up, make_tile
+from nbattn.cuda_kernels.tile import make_tile
+from nbattn.cuda_kernels.tile_copies import look_up
 
 
 def make(cache: str, head_dim: int, full: bool) -> Kernel:
@@ -61,7 +63,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     wait_for_oldest, wait_for_all = ptx.WAIT_COPIES[1], ptx.WAIT_COPIES[0]
 
     def paged_prefill(
-        work, row_position, row_request, row_index, beside, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v,
+        work, row_position, row_request, row_index, waits, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v,
         v_page, v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads,
         scale, window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key,
         mask_kind, rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head,
@@ -95,7 +97,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         k_place, stage = shared + warp * int32(FETCHED * K_ROW), int32(0)
         v_place = shared + int32(K_TILE) + warp * int32(FETCHED * V_ROW)
         bits_place = bits_at + warp * int32(FETCHED // 8)
-        if not beside:  # plans are copied to the device; what else is read may be a kernel's result
+        if waits != int32(WAITS_NEVER):  # plans are copied to the device; what else is read may be a kernel's result
             ptx.wait_for_earlier()
         ptx.let_next_start()
         page, slot = look_up(ahead, key_end, item.page_begin, kv_indices, page_size)

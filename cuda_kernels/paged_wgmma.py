@@ -17,6 +17,7 @@ from nbattn.cuda_kernels.compile import Kernel
 from nbattn.cuda_kernels.epilogue import EMPTY
 from nbattn.cuda_kernels.groups import Pages, Queries, Result, Rules, Side, Sides, Table
 from nbattn.cuda_kernels.loops import keep_rolled
+from nbattn.cuda_kernels.parameters import WAITS_NEVER
 from nbattn.cuda_kernels.rows import (
     LIMITS_BYTES,
     end_behind_earlier,
@@ -28,7 +29,8 @@ from nbattn.cuda_kernels.rows import (
     read_item,
 )
 from nbattn.cuda_kernels.shapes import WARPGROUP_ROWS, wgmma_keys
-from nbattn.cuda_kernels.tile import look_up, make_tile
+from nbattn.cuda_kernels.tile import make_tile
+from nbattn.cuda_kernels.tile_copies import look_up
 
 WARP_ROWS, LANE_ROWS = 16, 2
 STAGES = 2  # tiles in the rings of K and of V
@@ -231,7 +233,7 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
             j = int32(j + int32(1))
 
     def paged_wgmma(
-        work, row_position, row_request, row_index, beside, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v,
+        work, row_position, row_request, row_index, waits, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v,
         v_page, v_slot, v_head, kv_indices, num_pages, page_size, head_dim_qk, head_dim_vo, group_size, num_qo_heads,
         scale, window_left, chunk_size, soft_cap, alibi_slopes, mask, mask_request, mask_head, mask_row, mask_key,
         mask_kind, rope_cos, rope_sin, rope_dim, rope_origin, k_scale, state_v, state_s, out, out_row, out_head,
@@ -264,7 +266,7 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
             rings.init_barrier(barriers + thread * int32(8), int32(2 if thread < int32(4) else 4 * groups))
         elif groups == 2 and thread < int32(10):
             rings.init_barrier(barriers + thread * int32(8), int32(4))  # a warpgroup's turn
-        if not beside:  # plans are copied to the device; what else is read may be a kernel's result
+        if waits != int32(WAITS_NEVER):  # plans are copied to the device; what else is read may be a kernel's result
             ptx.wait_for_earlier()
         ptx.let_next_start()
         ptx.sync_block()

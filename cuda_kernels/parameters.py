@@ -14,6 +14,13 @@ Parameters = tuple[tuple[str, str], ...]
 WORK: tuple[str, ...] = ("LEVEL", "ROW_BEGIN", "ROW_END", "KEY_BEGIN", "KEY_END", "PAGE_BEGIN")
 WORK += ("KEY_POSITION", "KEY_BASE", "KV_LEN", "STATE", "CAUSAL")
 
+# When a launch that may start before the one ahead of it ends waits for that one's results. Plans are copied to the
+# device and may be read before; page ids may be, unless the caller brought them in an array on the device.
+WAITS_NEVER = 0  # it runs beside the launch ahead, which has waited already
+WAITS_FIRST = 1  # before it reads page ids
+WAITS_FOR_DATA = 2  # before it reads anything but the plan and page ids
+WAITS_ASKING = 3  # the same, and asks for its first keys and values meanwhile
+
 
 def _parameters(text: str) -> Parameters:
     pairs: list[tuple[str, str]] = []
@@ -50,7 +57,7 @@ _RESULT = """
 _PAGED = _parameters(
     """
     i64: work row_position row_request row_index   # int32
-    i32: beside                      # 1: runs beside the kernel ahead of it, whose results it does not read
+    i32: waits                       # for the launches ahead: one of WAITS_...
     """
     + _QUERY
     + _CACHE

@@ -68,6 +68,7 @@ maximum = instruction("maximum", "max.f32 $0, $1, $2;", (f32,), (f32, f32))  # a
 offset = instruction("offset", "mad.wide.s32 $0, $2, $3, $1;", (i64,), (i64, i32, i32))  # base + index * step
 divide_u32 = instruction("divide_u32", "div.u32 $0, $1, $2;", (i32,), (i32, i32))
 permute_bytes = instruction("permute_bytes", "prmt.b32 $0, $1, $2, $3;", (u32,), (u32, u32, u32))
+here_i32 = instruction("here_i32", "mov.b32 $0, $1;", (i32,), (i32,), "ordered")  # what follows from it stays behind it
 float_bits = instruction("float_bits", "mov.b32 $0, $1;", (u32,), (f32,))
 bits_float = instruction("bits_float", "mov.b32 $0, $1;", (f32,), (u32,))
 
@@ -257,20 +258,14 @@ leave_cluster = instruction(  # arrives without waiting for what the thread has 
     "leave_cluster", "barrier.cluster.arrive.relaxed.aligned;", (), (), "memory"
 )
 wait_cluster = instruction("wait_cluster", "barrier.cluster.wait.acquire.aligned;", (), (), "memory")
-remote_load_4u32_if = instruction(  # of the block of that rank; zeros, and no access, where the last input is 0
-    "remote_load_4u32_if",
-    "{.reg .pred p; .reg .b32 a; setp.ne.s32 p, $6, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;"
-    " @p mapa.shared::cluster.u32 a, $4, $5; @p ld.shared::cluster.v4.u32 {$0,$1,$2,$3}, [a];}",
-    (u32, u32, u32, u32),
-    (i32, i32, i32),
-    "memory",
+remote_address = instruction(  # of the same place in the shared memory of the cluster's block of that rank
+    "remote_address", "mapa.shared::cluster.u32 $0, $1, $2;", (i32,), (i32, i32)
+)
+remote_load_4u32 = instruction(
+    "remote_load_4u32", "ld.shared::cluster.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, u32, u32, u32), (i32,), "memory"
 )
 remote_load_2f32 = instruction(
-    "remote_load_2f32",
-    "{.reg .b32 a; mapa.shared::cluster.u32 a, $2, $3; ld.shared::cluster.v2.f32 {$0,$1}, [a];}",
-    (f32, f32),
-    (i32, i32),
-    "memory",
+    "remote_load_2f32", "ld.shared::cluster.v2.f32 {$0,$1}, [$2];", (f32, f32), (i32,), "memory"
 )
 # kernels that overlap: the next may start once all blocks have said so, and waits for the results itself
 let_next_start = instruction("let_next_start", "griddepcontrol.launch_dependents;", (), (), "memory")

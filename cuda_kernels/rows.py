@@ -200,37 +200,35 @@ def make_score_tile(keys: int, rows: int, full: bool) -> Callable:
     return score_tile
 
 
-def make_set_up_rows(full: bool) -> Callable:
-    """Return the function that finds out which keys a tile's 16 rows keep."""
+@register_jitable
+def limits_of_rows(first, end, position, own_position, exists, item, lane, rules):
+    """Find which keys a tile's 16 rows see; return the interval that all of them see.
 
-    @register_jitable
-    def set_up_rows(
-        first, end, slope, position, mask_at, own_position, row, qo_head, exists, item, lane, rules
-    ):  # fmt: skip
-        """Fill what `score_tile` takes of the lane's rows r and r + 8; return the interval of keys that all rows see.
+    Lane i looks after row i % 16: it gives its position and whether it is a row at all. What `score_tile` takes of the
+    lane's rows r and r + 8 is put into the arrays.
+    """
+    first_own, end_own = keys_of_row(item, own_position, rules)
+    all_low, all_high = first_own, end_own
+    if not exists:
+        first_own, end_own = int32(0), int32(-1)
+        all_low, all_high = int32(0), int32(0x7FFFFFFF)
+    for distance in (1, 2, 4, 8):
+        all_low = int32(max(all_low, ptx.exchange_i32(all_low, int32(distance))))
+        all_high = int32(min(all_high, ptx.exchange_i32(all_high, int32(distance))))
+    for i in range(2):
+        tile_row = (lane >> int32(2)) + int32(8 * i)
+        first[i], end[i] = ptx.from_lane_i32(first_own, tile_row), ptx.from_lane_i32(end_own, tile_row)
+        position[i] = ptx.from_lane_i32(own_position, tile_row)
+    return all_low, all_high
 
-        Lane i looks after row i % 16: it gives its position, `row`, `qo_head` and whether it is a row at all.
-        """
-        first_own, end_own = keys_of_row(item, own_position, rules)
-        all_low, all_high = first_own, end_own
-        if not exists:
-            first_own, end_own = int32(0), int32(-1)
-            all_low, all_high = int32(0), int32(0x7FFFFFFF)
-        for distance in (1, 2, 4, 8):
-            all_low = int32(max(all_low, ptx.exchange_i32(all_low, int32(distance))))
-            all_high = int32(min(all_high, ptx.exchange_i32(all_high, int32(distance))))
-        for i in range(2):
-            tile_row = (lane >> int32(2)) + int32(8 * i)
-            first[i], end[i] = ptx.from_lane_i32(first_own, tile_row), ptx.from_lane_i32(end_own, tile_row)
-        if full:
-            slope_own, mask_own = slope_and_mask(item, row, qo_head, rules)
-            for i in range(2):
-                tile_row = (lane >> int32(2)) + int32(8 * i)
-                slope[i], mask_at[i] = ptx.from_lane_f32(slope_own, tile_row), ptx.from_lane_i64(mask_own, tile_row)
-                position[i] = ptx.from_lane_i32(own_position, tile_row)
-        return all_low, all_high
 
-    return set_up_rows
+@register_jitable
+def biases_of_rows(slope, mask_at, row, qo_head, item, lane, rules):
+    """Put ALiBi slopes and masks of the lane's rows into the arrays, as `limits_of_rows` does their limits."""
+    slope_own, mask_own = slope_and_mask(item, row, qo_head, rules)
+    for i in range(2):
+        tile_row = (lane >> int32(2)) + int32(8 * i)
+        slope[i], mask_at[i] = ptx.from_lane_f32(slope_own, tile_row), ptx.from_lane_i64(mask_own, tile_row)
 
 
 @register_jitable

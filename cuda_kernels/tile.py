@@ -15,25 +15,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from numba import cuda
-from numba.cuda import float32, int32, int64, types, uint32
+from numba.cuda import float32, int32, types, uint32
 from numba.extending import register_jitable
 
 from nbattn.cuda_kernels import ptx
 from nbattn.cuda_kernels.formats import CACHE_FORMATS
 from nbattn.cuda_kernels.loops import keep_rolled, unroll_fully
+from nbattn.cuda_kernels.tile_copies import make_copies
 from nbattn.cuda_kernels.tile_query import make_query, over_quad
-from nbattn.indexing import mapped_page, page_and_slot
 from nbattn.scoring import shift, state_weight
-
-
-@register_jitable
-def look_up(key, key_end, page_begin, kv_indices, page_size):
-    """Return (page id, slot) of a key; -1 for a key at or past `key_end`."""
-    ordinal, slot = page_and_slot(key, page_size)
-    page = int32(-1)
-    if key < key_end:
-        page = ptx.load_i32(kv_indices + int64(page_begin + ordinal) * int64(4))
-    return page, slot
 
 
 @register_jitable
@@ -89,34 +79,6 @@ def make_tile(
         if WIDEN:
             return int32((tile // 2) * 16 + tile % 2 + 2 * e) + int32(4) * c
         return int32(tile * 8 + e) + int32(2) * c
-
-    @register_jitable
-    def fetch_rows(tile, rows, page_stride, slot_stride, row_bytes, num_pages, page, slot, lane):
-        """Start copying `fetched` keys' rows of K or V, at `rows`; lane i gives page and slot of key ``i % fetched``.
-
-        Returns the bits of the keys that exist; the others' rows are filled with zeros.
-        """
-        exists = mapped_page(page, num_pages)
-        mapped = ptx.ballot(int32(exists))
-        page, slot = int64(page) if exists else int64(0), int64(slot) if exists else int64(0)
-        offset = page * page_stride + slot * slot_stride
-        column, first = lane & int32(7), lane >> int32(3)
-        rows += int64(column << int32(4))
-        for i in range(fetched // 4):  # 8 lanes a row, 4 rows a turn
-            key = int32(4 * i) + first
-            size = int32(((mapped >> uint32(key)) & uint32(1)) << uint32(4))
-            source = rows + ptx.from_lane_i64(offset, key)
-            target = tile + key * int32(KEY_ROW) + ((column ^ (key & int32(7))) << int32(4))
-            for j in range(K_ROW // 128):
-                inside = size if int32(128 * j) + (column << int32(4)) < row_bytes else int32(0)
-                ptx.copy_async(target + int32(j * PANEL), source + int64(128 * j), inside)
-        return mapped & uint32((1 << fetched) - 1)
-
-    @register_jitable
-    def fetch(k_tile, v_tile, page, slot, lane, pages):
-        """Start copying `fetched` keys' rows of K and V; `pages` is a `groups.Pages`. See `fetch_rows`."""
-        fetch_rows(v_tile, pages.v, pages.v_page, pages.v_slot, pages.v_bytes, pages.num_pages, page, slot, lane)
-        return fetch_rows(k_tile, pages.k, pages.k_page, pages.k_slot, pages.k_bytes, pages.num_pages, page, slot, lane)
 
     @register_jitable
     def accumulate(c, i, a, b0, b1):
@@ -299,8 +261,7 @@ def make_tile(
         O_NUMBERS=sixteens * O_ROWS,
         out_dim=out_dim,
         **vars(query),
-        fetch=fetch,
-        fetch_rows=fetch_rows,
+        **vars(make_copies(K_ROW, KEY_ROW, PANEL, fetched)),
         multiply_keys=multiply_keys,
         weigh=weigh,
         rescale=rescale,

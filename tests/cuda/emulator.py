@@ -110,7 +110,7 @@ def rebuilt(function: Callable) -> Callable:
 
 def emulate(
     family: str, constants: dict, grid: tuple[int, int, int], values: dict[str, Any], arrays: list[np.ndarray],
-    shared_bytes: int | None = None, cluster: int = 1,
+    shared_bytes: int | None = None, cluster: int = 1, known: list[np.ndarray] | None = None,
 ) -> None:  # fmt: skip
     """Run a kernel over `grid`.
 
@@ -128,12 +128,15 @@ def emulate(
         Dynamic shared memory, where the launch gives less than the kernel's largest.
     cluster : int
         Blocks of a cluster, along x.
+    known : list of array, optional
+        Of a launch that may start before earlier ones end: what it may touch before it waits for them.
     """
     assert grid[0] % cluster == 0, f"{grid[0]} blocks are no whole clusters of {cluster}"
     kernel = load_kernel(family, constants)
     function = _rebuilt(kernel.function, {})
     ordered = [np.float32(values[n]) if kind == "f32" else int(values[n]) for n, kind in PARAMETERS[family]]
     lent = [np.lib.array_utils.byte_bounds(a) for a in arrays if a.size]
+    early = None if known is None else [np.lib.array_utils.byte_bounds(a) for a in known if a.size]
 
     def quietly(*arguments: Any) -> None:
         with np.errstate(all="ignore"):  # a greenlet has settings of its own
@@ -141,7 +144,7 @@ def emulate(
 
     for x, y, z in np.ndindex(grid[0] // cluster, *grid[1:]):
         indices = [(x * cluster + rank, y, z) for rank in range(cluster)]
-        blocks = Cluster(indices, kernel.threads, shared_bytes or kernel.shared_bytes, lent)
+        blocks = Cluster(indices, kernel.threads, shared_bytes or kernel.shared_bytes, lent, early)
         threads = [Thread(i, block) for block in blocks.blocks for i in range(kernel.threads)]
         runs = [greenlet(quietly) for _ in threads]
         begun, finished = set(), 0

@@ -7,8 +7,10 @@ from typing import Any
 
 import machine
 import numpy as np
-from machine import SCOPES, WARP, Barrier, memory, shared, together, wrap
+from machine import SCOPES, WARP, Barrier, ask_ahead, memory, shared, together, wrap
 from matrix_units import NUMBERS, load_matrices, multiply
+
+RANK_SHIFT = 20  # of a remote address: the rank of the block above the place in its shared memory
 
 
 def _float(bits: Any) -> np.float32:
@@ -78,6 +80,10 @@ def _wait(newest: int) -> Callable:
     return wait
 
 
+def _wait_for_earlier() -> None:
+    machine.current.waited = True
+
+
 def _arrive() -> None:
     assert not machine.current.arrived, "arrived twice at the cluster's barrier"
     machine.current.arrived = True
@@ -89,10 +95,9 @@ def _wait_cluster() -> None:
     machine.current.arrived = False
 
 
-def _remote_load_4u32_if(address: int, rank: int, wanted: int) -> tuple[int, ...]:
-    if not wanted:
-        return 0, 0, 0, 0
-    return tuple(int(x) for x in shared(wrap(address, 32, True), 16, rank).view(np.uint32))
+def _remote(address: int, size: int) -> np.ndarray:
+    """Return bytes of another block's shared memory; the address carries the block's rank."""
+    return shared(address & (1 << RANK_SHIFT) - 1, size, address >> RANK_SHIFT)
 
 
 def _publish_writes() -> None:
@@ -172,6 +177,7 @@ def _stand_ins() -> dict[str, Callable]:
         "offset": lambda base, index, step: base + wrap(index, 32, True) * wrap(step, 32, True),
         "divide_u32": lambda x, y: wrap(x, 32, False) // wrap(y, 32, False),
         "permute_bytes": _permute,
+        "here_i32": lambda x: x,
         "float_bits": _bits,
         "bits_float": _float,
         "pack_bf16": lambda low, high: _bf16(low) | _bf16(high) << 16,
@@ -197,8 +203,9 @@ def _stand_ins() -> dict[str, Callable]:
         "arrive_cluster": _arrive,
         "leave_cluster": _arrive,
         "wait_cluster": _wait_cluster,
-        "remote_load_4u32_if": _remote_load_4u32_if,
-        "remote_load_2f32": lambda address, rank: tuple(shared(wrap(address, 32, True), 8, rank).view(np.float32)),
+        "remote_address": lambda address, rank: wrap(address, 32, True) | rank << RANK_SHIFT,
+        "remote_load_4u32": lambda address: tuple(int(x) for x in _remote(address, 16).view(np.uint32)),
+        "remote_load_2f32": lambda address: tuple(_remote(address, 8).view(np.float32)),
         "sync_block": lambda: together("block", "sync_block", None),
         "publish_writes": _publish_writes,
         "any_of_group": _any_of_group,
@@ -213,11 +220,11 @@ def _stand_ins() -> dict[str, Callable]:
         "commit_copies": _commit,
         "shared_address": lambda array: 0,
         "let_next_start": lambda: None,
-        "wait_for_earlier": lambda: None,
+        "wait_for_earlier": _wait_for_earlier,
         "keep_rolled": lambda: None,
         "unroll_fully": lambda: None,
         "load_4u32": _reader(memory, np.uint32, 4),
-        "prefetch": _reader(memory, np.uint8),
+        "prefetch": ask_ahead,
         "load_2u32": _reader(memory, np.uint32, 2),
         "load_2f32": _reader(memory, np.float32, 2),
         "shared_load_4u32": _reader(shared, np.uint32, 4),

@@ -10,7 +10,7 @@ import numpy as np
 from emulator import emulate
 
 from nbattn.cuda_kernels.calls import KernelCall
-from nbattn.cuda_kernels.parameters import PARAMETERS
+from nbattn.cuda_kernels.parameters import PARAMETERS, WAITS_NEVER
 
 
 class LentDevice:
@@ -22,6 +22,7 @@ class LentDevice:
         self.arrays: dict[int, np.ndarray] = {}
         self.launched: list[tuple[str, dict]] = []
         self.uploaded: list[int] = []
+        self.planned: list[np.ndarray] = []  # filled from the host, and so no launch's result
 
     def holds(self, array: Any) -> bool:
         return False
@@ -41,6 +42,7 @@ class LentDevice:
     def upload(self, host: np.ndarray, array: np.ndarray) -> None:
         array[...] = host
         self.uploaded.append(host.size)
+        self.planned.append(array if array.base is None else array.base)
 
     def copy(self, source: np.ndarray, address: int) -> None:
         ctypes.memmove(address, source.ctypes.data, source.nbytes)
@@ -84,7 +86,6 @@ class LentDevice:
         self.launched.append((family, constants))
         names = [name for name, _ in PARAMETERS[family]]
         assert len(names) == len(values), f"{family}: {len(values)} values for {len(names)} parameters"
-        emulate(
-            family, constants, grid, dict(zip(names, values, strict=True)), list(self.arrays.values()), shared_bytes,
-            cluster,
-        )  # fmt: skip
+        named = dict(zip(names, values, strict=True))
+        known = self.planned if overlaps and named.get("waits") != WAITS_NEVER else None
+        emulate(family, constants, grid, named, list(self.arrays.values()), shared_bytes, cluster, known)

@@ -38,8 +38,12 @@ class Barrier:
 class Cluster:
     """Blocks that run together, their waiting threads, numbered through, and the global memory they may touch."""
 
-    def __init__(self, indices: list, threads: int, shared_bytes: int, lent: list[tuple[int, int]]):
+    def __init__(
+        self, indices: list, threads: int, shared_bytes: int, lent: list[tuple[int, int]],
+        known: list[tuple[int, int]] | None,
+    ):  # fmt: skip
         self.threads, self.shared_bytes, self.lent = threads, shared_bytes, lent
+        self.known = known  # what threads may touch before they have waited for earlier launches; None is all
         self.blocks = [Block(index, rank, self) for rank, index in enumerate(indices)]
         self.waiting: dict[Any, dict[int, tuple[str, Any]]] = {}
         self.answers: dict[int, Any] = {}
@@ -55,6 +59,7 @@ class Thread:
         self.warp, self.lane = divmod(number, WARP)
         self.serial = block.rank * block.threads + number
         self.arrived = False  # at the cluster's barrier, and has not waited yet
+        self.waited = block.cluster.known is None  # for earlier launches
         self.started: list[tuple[int, int, int]] = []
         self.groups: list[list[tuple[int, int, int]]] = []
 
@@ -98,10 +103,20 @@ def shared(address: int, count: int, rank: int | None = None) -> np.ndarray:
     return memory[address : address + count]
 
 
+def _inside(address: int, count: int, arrays: list[tuple[int, int]]) -> bool:
+    return any(begin <= address and address + count <= end for begin, end in arrays)
+
+
+def ask_ahead(address: int) -> None:
+    """Do as a prefetch does, which may be of what earlier launches still write."""
+    assert _inside(int(address), 1, current.block.lent), "a prefetch outside every array"
+
+
 def memory(address: int, count: int) -> np.ndarray:
-    """Return `count` bytes of global memory, which must belong to a lent array."""
+    """Return `count` bytes of global memory, which must belong to a lent array and be no earlier launch's result."""
     address = int(address)
-    inside = any(begin <= address and address + count <= end for begin, end in current.block.lent)
-    assert inside, f"global access of {count} bytes outside every array"
+    assert _inside(address, count, current.block.lent), f"global access of {count} bytes outside every array"
+    early = not current.waited and not _inside(address, count, current.block.cluster.known)
+    assert not early, "access to what earlier launches may write, before it has waited for them"
     assert address % count == 0, f"misaligned global access of {count} bytes"
     return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address))

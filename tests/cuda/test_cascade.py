@@ -12,6 +12,7 @@ from small_problems import numbers, poisoned_cache
 import nbattn
 from nbattn import Level, oracle, testing
 from nbattn.cuda_kernels import calls, shapes, target
+from nbattn.cuda_kernels.parameters import PARAMETERS, WAITS_NEVER
 from nbattn.cuda_kernels.shapes import merge_team
 from nbattn.planning import Plan, PlanRules
 from nbattn.work_list import KEY_BEGIN, KEY_END, LEVEL, ROW_BEGIN, ROW_END
@@ -98,9 +99,15 @@ def test_three_decode_blocks_share_a_multiprocessor_where_two_levels_crowd_it(ba
     metadata = target.PlanOnDevice(device, plan, levels).metadata
     q = np.zeros((batch, 32, 128), np.float16)
     options, kvs = calls.AttentionOptions(scale=1.0), [level.kv for level in levels]
-    kernels = [kernel for _, kernel in calls.paged_kernels(device, metadata, q, kvs, [0, 0], options, q, None)]
+    kernels = [
+        kernel for _, kernel in calls.paged_kernels(device, metadata, q, kvs, [(0, False)] * 2, options, q, None)
+    ]
     assert [segment.tile for segment in metadata.segments] == tiles.split()
     assert [x.shared_bytes is None for x in kernels if x.family == "paged_decode"] == [three] * tiles.count("decode")
+    place = [name for name, _ in PARAMETERS["paged_decode"]].index("waits")
+    waits = [kernel.values[place] for kernel in kernels[:2]]
+    assert waits[0] != WAITS_NEVER  # the second starts when the first has waited
+    assert waits[1] == WAITS_NEVER
 
 
 @pytest.mark.parametrize(

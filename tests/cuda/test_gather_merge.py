@@ -72,7 +72,8 @@ def test_bits_of_a_planned_merge_do_not_depend_on_how_the_work_is_shared(dim, le
     rng = np.random.default_rng(6)
     v, s = numbers(rng, (80, 1, dim), "float32"), (4 * rng.standard_normal((80, 1))).astype(np.float32)
     indptr, slots = np.array([0, 70, 75, 75, 75], np.int32), rng.permutation(80)[:75].astype(np.int32)
-    lists = tuple(lent.address(x) for x in (np.array([2, 0, 1, -1], np.int32), indptr, slots))
+    lent.planned += (np.array([2, 0, 1, -1], np.int32), indptr, slots)
+    lists = tuple(lent.address(x) for x in lent.planned)
     results = []
     for shape in (shapes.merge_shape(True), shapes.merge_shape(True)._replace(blocks=1 / 256)):
         monkeypatch.setattr(shapes, "merge_shape", lambda listed, shape=shape: shape)
