@@ -75,6 +75,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         for stage in range(STAGES):
             page[stage], slot[stage] = look_up(ahead, item.key_end, item.page_begin, kv_indices, page_size)
             ahead = int32(ahead + step)
+            unroll_fully()
         return ahead
 
     @register_jitable
@@ -90,6 +91,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
                 else:
                     copy_located(place, place + int32(K_TILE), sources, bits[0], lane, pages)
             ptx.commit_copies()
+            unroll_fully()
 
     def paged_decode(
         work, row_position, row_request, row_index, waits, q, q_row, q_head, q_kind, k, k_page, k_slot, k_head, v,
