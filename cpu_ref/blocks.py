@@ -33,8 +33,8 @@ SPAN_BYTES = np.int64(8192)  # how far the tokens taken together may reach in me
 VALUE_SPAN_BYTES = np.int64(8192 if REGISTER_BYTES == 64 else 16384)  # the same for V
 LATER_BYTES = np.int64(16384)  # how far ahead of their use rows are brought to L2, in the order of memory
 LEAST_AHEAD = np.int64(4)  # tokens that a row is prefetched ahead of its use at least
-# Tokens of V taken together at least: sums leave the registers after them. Zen 3, 8 x 4096 float32 hot: two 2.8 ms,
-# four 2.1.
+# Tokens of V taken together at least: sums leave the registers after them. Zen 3, 1 x 4096 float32 in L2: two
+# 2.8 ms, four 2.2.
 LEAST_VALUES = np.int64(2 if REGISTER_BYTES == 64 else 4)
 
 

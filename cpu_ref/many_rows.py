@@ -121,7 +121,7 @@ def pack_value_share(kind, panels, values, dim, i, parts):
 def prefetched_share(rows, i, parts, steps):
     """Return where share `i` of the listed rows begins, how many it has, and how many to prefetch in each of `steps`.
 
-    Once for a share, since divisions in every step would take a twentieth of its products.
+    Once for a share: divisions in every step would take a twenty-fifth of a prefill (Zen 3).
     """
     begin, end = share(rows.n, i, parts)
     return rows.rows + 8 * begin, end - begin, (end - begin + steps - 1) // max(1, steps)
