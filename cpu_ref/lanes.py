@@ -9,14 +9,13 @@ from __future__ import annotations
 import llvmlite.ir as ir
 from numba.core import cgutils
 
-from nbattn.cpu_ref.cpu import AHEAD_TO_L1, BFLOAT16_DOT, REGISTER_BYTES, SCALE_BY_POWER
+from nbattn.cpu_ref.cpu import AHEAD_TO_L1, BFLOAT16_DOT, PREFETCHED_TWICE, REGISTER_BYTES, SCALE_BY_POWER
 from nbattn.cpu_ref.number_formats import DOUBLE, ELEMENT, FLOAT, I16, I32, I64, widen
 from nbattn.cpu_ref.primitives import EXP2_FLOAT32, EXP2_FLOAT64, LOG2_FLOAT64
 
 ORDER_FREE = ("nsz", "contract", "arcp", "afn", "reassoc")  # never nnan or ninf: -inf and NaN carry meaning
 _ROOT_HALF = 0x3FE6A09E667F3BCD  # the bits of sqrt(0.5)
 TO_L1, TO_L2 = 3, 2  # localities of llvm.prefetch
-AHEAD = TO_L1 if AHEAD_TO_L1 else TO_L2
 
 
 class _BFloat(ir.Type):
@@ -147,6 +146,11 @@ class Lanes:
         if self.dot:
             return self.builder.bitcast(self.load_words_up_to(address, remaining), self.pairs)
         return self.load_cache_up_to(address, remaining)
+
+    def prefetch_ahead(self, address):
+        """Bring the line of an address near, shortly before its use, where the CPU gains from it."""
+        if PREFETCHED_TWICE:
+            self.prefetch(address, TO_L1 if AHEAD_TO_L1 else TO_L2)
 
     def prefetch(self, address, level: int = TO_L2):
         """Bring the line of an address to L2 or L1."""

@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from nbattn.cpu_ref.cpu import REGISTER_BYTES
-from nbattn.cpu_ref.lanes import AHEAD, TO_L1, TO_L2, Lanes, lane_count, uses_dot
+from nbattn.cpu_ref.lanes import TO_L1, TO_L2, Lanes, lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import I64, itemsize
 from nbattn.cpu_ref.scratch import LINE_BYTES
 from nbattn.scoring import LOWEST, LOWEST_DOUBLE
@@ -69,7 +69,7 @@ def _score_tile(queries: int, heads: int = 1):
             whole = builder.and_(dim, lanes.const(-line))
             with lanes.loop(0, whole, line) as (d, _):
                 for row in chain.from_iterable(ahead):  # one by one between the sums: a burst of them would be dropped
-                    lanes.prefetch(lanes.add(row, lanes.mul(d, size)), AHEAD)
+                    lanes.prefetch_ahead(lanes.add(row, lanes.mul(d, size)))
                 lines = lanes.add(later, lanes.mul(d, size * keys * heads))
                 for place in range(0, keys * heads * LINE_BYTES, LINE_BYTES):
                     lanes.prefetch(lanes.add(lines, place), TO_L2)
@@ -158,7 +158,7 @@ def _value_tile(queries: int, select: bool = False):
                     for row in listed(coming):
                         ahead = lanes.add(lanes.add(row, coming_head), here)
                         for line in range(0, slice_bytes, LINE_BYTES):
-                            lanes.prefetch(lanes.add(ahead, line), AHEAD)
+                            lanes.prefetch_ahead(lanes.add(ahead, line))
                     behind = lanes.add(lines, lanes.mul(builder.sub(step, first), at_once * slice_bytes))
                     for line in range(0, keys * slice_bytes, LINE_BYTES):
                         lanes.prefetch(lanes.add(behind, line), TO_L2)
