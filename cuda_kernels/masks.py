@@ -50,7 +50,7 @@ def _make_ask(item: int, rows: int, columns: int, load_two: Any, load_each: Any)
     def ask(raw, key, end, mask_at, mask_key):
         for i in range(rows):
             place = mask_at[i] + int64(key) * mask_key
-            inside = int32(key + int32(8 * columns - 6)) < end[i]
+            inside = int32(key + int32(8 * columns - 7)) < end[i]
             if inside and mask_key == int64(item) and place & int64(2 * item - 1) == int64(0):
                 for n in range(columns):
                     load_two(raw, 2 * (n * rows + i), place + int64(8 * item * n))
