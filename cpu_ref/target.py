@@ -10,13 +10,14 @@ from nbattn.arrays import dtype_name, name_of
 from nbattn.cpu_ref import workers
 from nbattn.cpu_ref.addresses import address_of
 from nbattn.cpu_ref.cpu import REGISTER_BYTES
-from nbattn.cpu_ref.gather_attention import gather_worker
-from nbattn.cpu_ref.merge_states import ROWS_PER_TASK, SOURCE_COLUMNS, merge_worker
+from nbattn.cpu_ref.gather_attention import GatherJob, gather_worker
+from nbattn.cpu_ref.merge_states import ROWS_PER_TASK, SOURCES_WORD, MergeJob, Source, merge_worker
 from nbattn.cpu_ref.number_formats import DTYPE_CODE, itemsize
-from nbattn.cpu_ref.paged_attention import paged_worker
+from nbattn.cpu_ref.paged_attention import LEVELS_WORD, OUTPUT_WORD, QUERIES_WORD, STATES_WORD, PagedJob, paged_worker
 from nbattn.cpu_ref.prepare_query import ROWS_PER_TASK as PREPARED_PER_TASK
-from nbattn.cpu_ref.prepare_query import prepare_worker
-from nbattn.cpu_ref.problem import K_ADDRESS, MASK_BOOL, V_ADDRESS, Output, Queries, Rules
+from nbattn.cpu_ref.prepare_query import PrepareJob, prepare_worker
+from nbattn.cpu_ref.problem import MASK_BOOL, Output, Pages, Queries, Rules
+from nbattn.cpu_ref.records import record_of
 from nbattn.cpu_ref.tags import CACHE_KINDS, FEW, FULL, MANY, PLAIN, Tag
 from nbattn.indexing import kv_head_of
 from nbattn.kv_cache import PagedKV
@@ -30,10 +31,12 @@ from nbattn.work_list import KEY_BEGIN, KEY_END, ROW_BEGIN, ROW_END, SHARES_PER_
 FEW_ROWS = 16  # packed rows of a KV head up to which a task takes all heads, so that tokens are read in order
 # Packed rows of a task with one head: its accumulators and queries stay in L2, of 1 MB wherever there is AVX-512.
 MANY_ROWS = 384 if REGISTER_BYTES == 64 else 192
-SERIAL_NANOSECONDS = 100_000  # work below it is done by one thread: a second takes 20 us to start, splits are merged
 _DTYPE_OF_CODE = {code: name for name, code in DTYPE_CODE.items()}
 _UNCHANGED = 0, 0, 0, 0, 0, 0, 0  # the last fields of an `Output`: no sinks, no scale, no gate
-_LSE = Output._fields.index("lse_address")
+_ADDRESS, _LSE = Output._fields.index("address"), Output._fields.index("lse_address")
+_MERGED = SOURCES_WORD - len(Output._fields)
+_SOURCE_V, _SOURCE_S = Source._fields.index("v"), Source._fields.index("s")
+_K, _V = Pages._fields.index("k"), Pages._fields.index("v")
 READ_RATE, DOT_RATE = 16.0, 50.0  # bytes and multiply-adds per nanosecond of one thread, roughly
 
 
@@ -124,45 +127,47 @@ class PagedCall:
         if plan.on_target is None:
             plan.on_target = TaskList(plan, problem)
         tasks: TaskList = plan.on_target
-        self.tasks, self.work_list = tasks, plan.work_list
-        self.owners: list[np.ndarray] = []  # of the arrays whose addresses are kept
-        self.rules, full = _rules(problem, plan, self.owners)
-        self.tags = CACHE_KINDS[kv.kv_dtype], FULL if full else PLAIN, CACHE_KINDS[name_of(number)]
-        self.bytes_read = tasks.numbers * kv.k.dtype.itemsize
+        work_list = plan.work_list
+        self.owners: list[np.ndarray] = [work_list.work]  # of the arrays whose addresses are kept
+        rules, full = _rules(problem, plan, self.owners)
         folded = options.k_scale if options.rope is None else None
-        self.queries = _queries(problem, q, scale, folded, self.owners)[1:]
-        output = _output(problem, self.owners)
-        self.rows, self.lse_rows = output[1:_LSE], output[_LSE + 1 :]
-        self.levels = np.array([_level_row(level.kv) for level in problem.levels], np.int64)
-        self.places = [(level, column) for level in range(len(self.levels)) for column in (K_ADDRESS, V_ADDRESS)]
-        self.entries: dict[Any, Any] = {}  # the kernel's compiled code for each kind of task
-        shape = (plan.work_list.num_states, problem.num_qo_heads, kv.head_dim_vo)
-        self.states = shape, problem.num_qo_heads // kv.num_kv_heads, number
-        self.no_states = None if len(plan.work_list.merge_rows) else _NO_STATES  # none is written, none merged
+        queries, output = _queries(problem, q, scale, folded, self.owners), _output(problem, self.owners)
+        group, shape = queries.group_size, (work_list.num_states, problem.num_qo_heads, kv.head_dim_vo)
+        states = _states(np.empty(shape, number), np.empty(shape[:2], number), group)
+        pages = [_pages(level.kv) for level in problem.levels]
+        self.nanoseconds = _nanoseconds(tasks.numbers * kv.k.dtype.itemsize, tasks.dots)
+        self.jobs: list[tuple[int, np.ndarray, int]] = []  # code, record and number of tasks of each kind
+        for tile, kind_tasks, max_rows, max_heads in tasks.kinds:
+            tags = CACHE_KINDS[kv.kv_dtype], FULL if full else PLAIN, CACHE_KINDS[name_of(number)], tile
+            job = PagedJob(
+                0, _place(kind_tasks, self.owners), len(kind_tasks), max_rows, max_heads, address_of(work_list.work)
+            )
+            record = record_of(job, queries, output, states, rules, *pages)
+            self.jobs.append((workers.code_of(paged_worker, *tags), record, len(kind_tasks)))
+        places = [LEVELS_WORD + len(Pages._fields) * i + column for i in range(len(pages)) for column in (_K, _V)]
+        self.places = QUERIES_WORD + _ADDRESS, OUTPUT_WORD + _ADDRESS, OUTPUT_WORD + _LSE, *places
+        self.states = shape, number
+        self.merge = None
+        if len(work_list.merge_rows):
+            self.merge = SplitMerge(work_list, output, states, problem.num_qo_heads, self.owners)
 
     address = staticmethod(address_of)
 
     def __call__(self, addresses: tuple[int, ...], options: tuple[int, ...] = ()) -> bool:
         """Run on arrays of the shapes, strides and dtypes it was made for: see `nbattn.repeat.Launch`."""
-        q, out, lse, *pages = addresses
-        states = self.no_states or _states(*self.states)
-        queries = Queries._make((q, *self.queries))
-        output = Output._make((out, *self.rows, lse, *self.lse_rows))
-        levels = self.levels.copy()  # other threads may be in this call too
-        for place, address in zip(self.places, pages, strict=True):
-            levels[place] = address
-        kind, rule_tag, number_kind = self.tags
-        threads = _threads(self.bytes_read, self.tasks.dots)
-        for tile, tasks, max_rows, max_heads in self.tasks.kinds:
-            arguments = (
-                kind, rule_tag, np.zeros(2, np.int64), number_kind, tile, tasks, self.work_list.work,
-                levels, max_rows, max_heads, queries, output, states.rows, self.rules,
-            )  # fmt: skip
-            entry = self.entries.get(tile)
-            if entry is None:
-                entry = self.entries[tile] = workers.entry_of(paged_worker, (*self.tags, tile), arguments)
-            workers.run_entry(entry, len(tasks), threads, arguments)
-        _merge_splits(self.work_list, output, states)
+        threads, v_states, s_states = get_num_threads(), 0, 0
+        if self.merge is not None:
+            shape, number = self.states
+            v, s = np.empty(shape, number), np.empty(shape[:2], number)
+            v_states, s_states = address_of(v), address_of(s)
+        for code, template, num_tasks in self.jobs:
+            record = template.copy()  # other threads may be in this call too
+            for place, address in zip(self.places, addresses, strict=True):
+                record[place] = address
+            record[STATES_WORD + _ADDRESS], record[STATES_WORD + _LSE] = v_states, s_states
+            workers.run(code, record, num_tasks, threads, self.nanoseconds)
+        if self.merge is not None:
+            self.merge(v_states, s_states, addresses[1], addresses[2], threads)
         return True
 
 
@@ -189,21 +194,27 @@ def run_gather(problem: Problem, token_indices: np.ndarray, counts: np.ndarray, 
         kv.kv_lens, kv.kv_indptr[:-1], level.qo_indptr, clamped, problem.q.shape[0],
         split_size=split_size, workers=get_num_threads(),
     )  # fmt: skip
-    owners: list[np.ndarray] = []
+    owners: list[np.ndarray] = [lists, work_list.work]
     queries = _queries(problem, problem.q, options.sm_scale * LOG2E, options.k_scale, owners)
-    output = _output(problem, owners)
+    output, number = _output(problem, owners), problem.number
     shape = (work_list.num_states, problem.num_qo_heads, kv.head_dim_vo)
-    states = _states(shape, queries.group_size, problem.number)
+    v, s = np.empty(shape, number), np.empty(shape[:2], number)
+    states = _states(v, s, queries.group_size)
     entries = int(clamped[int(level.qo_indptr[0]) : int(level.qo_indptr[-1])].sum())
     numbers = entries * kv.num_kv_heads * (kv.head_dim_qk + kv.head_dim_vo)
+    threads = get_num_threads()
     if len(work_list.work):
+        job = GatherJob(
+            0, address_of(work_list.work), len(work_list.work), kv.num_kv_heads, address_of(lists), lists.shape[1]
+        )
         workers.run(
-            gather_worker, (kv.kv_dtype,), len(work_list.work),
-            _threads(numbers * kv.k.dtype.itemsize, numbers * queries.group_size),
-            CACHE_KINDS[kv.kv_dtype], kv.num_kv_heads, np.zeros(2, np.int64), work_list.work, lists,
-            np.array(_level_row(kv), np.int64), queries, output, states.rows,
+            workers.code_of(gather_worker, CACHE_KINDS[kv.kv_dtype]),
+            record_of(job, queries, output, states, _pages(kv)), len(work_list.work), threads,
+            _nanoseconds(numbers * kv.k.dtype.itemsize, numbers * queries.group_size),
         )  # fmt: skip
-    _merge_splits(work_list, output, states)
+    if len(work_list.merge_rows):
+        merge = SplitMerge(work_list, output, states, problem.num_qo_heads, owners)
+        merge(address_of(v), address_of(s), output.address, output.lse_address, threads)
 
 
 def run_merge(
@@ -217,51 +228,58 @@ def run_merge(
     rows = np.arange(v.shape[0], dtype=np.int32) if mask is None else np.flatnonzero(mask).astype(np.int32)
     if v.shape[1] == 0 or len(rows) == 0:
         return
-    table = np.zeros((len(sources), SOURCE_COLUMNS), np.int64)
-    for row, (v_x, s_x) in zip(table, sources, strict=True):
-        row[:] = address_of(v_x), *v_x.strides[:2], address_of(s_x), *s_x.strides
-    nothing = np.zeros(0, np.int32)
     output = Output(
         address_of(v), DTYPE_CODE[dtype_name(v)], v.strides[0], v.strides[1], v.shape[2], 1,
         address_of(s), DTYPE_CODE[dtype_name(s)], s.strides[0], s.strides[1], 1.0 if lse_base == "2" else LN2,
         *_UNCHANGED,
     )  # fmt: skip
-    unit = 1.0 if lse_base == "2" else LOG2E
-    s_code = DTYPE_CODE[dtype_name(sources[0][1])] if sources else 0
-    bytes_read = len(rows) * len(sources) * v.shape[1] * v.shape[2] * v.dtype.itemsize
-    name = dtype_name(v)
-    _run_merge(name, name, len(rows), bytes_read, v.shape[1], table, s_code, unit, rows, nothing, nothing, output)
-
-
-def _merge_splits(work_list: WorkList, output: Output, states: States) -> None:
-    if len(work_list.merge_rows) == 0:
-        return
-    v, s = states.v, states.s
-    table = np.array([[address_of(v), *v.strides[:2], address_of(s), *s.strides]], np.int64)
-    name = dtype_name(v)
-    _run_merge(
-        name, _DTYPE_OF_CODE[output.code], len(work_list.merge_rows), v.nbytes, v.shape[1], table,
-        DTYPE_CODE[name], 1.0, work_list.merge_rows, work_list.merge_indptr, work_list.merge_slots, output,
+    job = MergeJob(
+        0, address_of(rows), len(rows), v.shape[1], len(sources), len(sources),
+        DTYPE_CODE[dtype_name(sources[0][1])] if sources else 0, 1.0 if lse_base == "2" else LOG2E, 0, 0, 0,
     )  # fmt: skip
-
-
-def _run_merge(kind: str, out_kind: str, num_rows: int, bytes_read: int, *rest: Any) -> None:
-    tasks = -(-num_rows // ROWS_PER_TASK)
+    places = [Source(address_of(x), *x.strides[:2], address_of(lse), *lse.strides) for x, lse in sources]
+    numbers, kind = len(rows) * len(sources) * v.shape[1] * v.shape[2], CACHE_KINDS[dtype_name(v)]
     workers.run(
-        merge_worker, (kind, out_kind), tasks, _threads(bytes_read, bytes_read // itemsize(kind)),
-        CACHE_KINDS[kind], CACHE_KINDS[out_kind], np.zeros(2, np.int64), tasks, *rest,
+        workers.code_of(merge_worker, kind, kind), record_of(job, output, *places), -(-len(rows) // ROWS_PER_TASK),
+        get_num_threads(), _nanoseconds(numbers * v.dtype.itemsize, numbers),
     )  # fmt: skip
 
 
-def _threads(bytes_read: int, dots: int) -> int:
-    """Return how many threads a piece of work is worth."""
-    return 1 if max(bytes_read / READ_RATE, dots / DOT_RATE) < SERIAL_NANOSECONDS else get_num_threads()
+class SplitMerge:
+    """The merge of a plan's split rows, in which all is settled but the addresses of states and results."""
+
+    def __init__(self, work_list: WorkList, output: Output, states: Output, heads: int, owners: list[np.ndarray]):
+        kind, out_kind = CACHE_KINDS[_DTYPE_OF_CODE[states.code]], CACHE_KINDS[_DTYPE_OF_CODE[output.code]]
+        self.code = workers.code_of(merge_worker, kind, out_kind)
+        rows, indptr, slots = work_list.merge_rows, work_list.merge_indptr, work_list.merge_slots
+        self.tasks = -(-len(rows) // ROWS_PER_TASK)
+        job = MergeJob(
+            0, _place(rows, owners), len(rows), heads, 1, int((indptr[1:] - indptr[:-1]).max(initial=0)),
+            states.code, 1.0, _place(indptr, owners), _place(slots, owners), len(slots),
+        )  # fmt: skip
+        source = Source(0, states.stride, states.head_stride, 0, states.lse_stride, states.lse_head_stride)
+        self.template = record_of(job, output, source)
+        numbers = len(slots) * heads * output.dim
+        self.nanoseconds = _nanoseconds(numbers * itemsize(kind.name), numbers)
+
+    def __call__(self, v: int, s: int, out: int, lse: int, threads: int) -> None:
+        """Merge the states at `v` and `s` into `out` and `lse`."""
+        record = self.template.copy()
+        record[_MERGED + _ADDRESS], record[_MERGED + _LSE] = out, lse
+        record[SOURCES_WORD + _SOURCE_V], record[SOURCES_WORD + _SOURCE_S] = v, s
+        workers.run(self.code, record, self.tasks, threads, self.nanoseconds)
 
 
-def _level_row(kv: PagedKV) -> tuple[int, ...]:
-    """Return where a level's pages lie, as the kernels' table of levels has it."""
+def _nanoseconds(bytes_read: int, dots: int) -> float:
+    """Return about how long one thread takes."""
+    return max(bytes_read / READ_RATE, dots / DOT_RATE)
+
+
+def _pages(kv: PagedKV) -> Pages:
     k, v, ids = kv.k, kv.v, kv.kv_indices
-    return (address_of(k), *k.strides[:3], address_of(v), *v.strides[:3], address_of(ids), kv.page_size, kv.num_pages)
+    return Pages(
+        address_of(k), *k.strides[:3], address_of(v), *v.strides[:3], address_of(ids), kv.page_size, kv.num_pages
+    )
 
 
 def _queries(problem: Problem, q: np.ndarray, scale: float, k_scale: Any, owners: list[np.ndarray]) -> Queries:
@@ -295,24 +313,13 @@ def _gate(gate: np.ndarray) -> tuple[int, int, int, int, int]:
     return address_of(gate), DTYPE_CODE[dtype_name(gate)], gate.strides[0], gate.strides[1], step
 
 
-class States(NamedTuple):
-    """Partial results of split rows: normalised values and base-2 lse, and where a kernel finds them."""
-
-    v: np.ndarray  # number [num_states, num_qo_heads, dim]
-    s: np.ndarray  # number [num_states, num_qo_heads]
-    rows: Output
-
-
-def _states(shape: tuple[int, int, int], group_size: int, number: np.dtype) -> States:
-    v, s, code = np.empty(shape, number), np.empty(shape[:2], number), DTYPE_CODE[name_of(number)]
-    rows = Output(
-        address_of(v), code, v.strides[0], v.strides[1], shape[2], group_size,
+def _states(v: np.ndarray, s: np.ndarray, group_size: int) -> Output:
+    """Return where partial results of split rows go: normalised values and base-2 lse."""
+    code = DTYPE_CODE[name_of(v.dtype)]
+    return Output(
+        address_of(v), code, v.strides[0], v.strides[1], v.shape[2], group_size,
         address_of(s), code, s.strides[0], s.strides[1], 1.0, *_UNCHANGED,
     )  # fmt: skip
-    return States(v, s, rows)
-
-
-_NO_STATES = States(np.zeros((0, 0, 0)), np.zeros((0, 0)), Output(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, *_UNCHANGED))
 
 
 def _place(values: np.ndarray | None, owners: list[np.ndarray]) -> int:
@@ -341,12 +348,11 @@ def _rules(problem: Problem, plan: Plan, owners: list[np.ndarray]) -> tuple[Rule
     """Return the rules, and whether any goes beyond positions."""
     options, number, kv = problem.options, problem.number, problem.levels[0].kv
     places, mask = plan.places, options.attn_mask
-    mask_code, strides, row_request, row_index = 0, (0, 0, 0, 0), None, None
+    mask_code, strides, row_request, row_index = 0, [0, 0, 0, 0], None, None
     if mask is not None:
         row_request, row_index = places.row_request, places.row_index
         mask_code = MASK_BOOL if mask.dtype == np.bool_ else DTYPE_CODE[dtype_name(mask)]
-        request, head, row, key = (0 if n == 1 else x for n, x in zip(mask.shape, mask.strides, strict=True))
-        strides = request, head, row, key
+        strides = [0 if n == 1 else x for n, x in zip(mask.shape, mask.strides, strict=True)]
     cos = sin = k_scale = None
     origin = 0
     if options.rope is not None:
@@ -357,7 +363,7 @@ def _rules(problem: Problem, plan: Plan, owners: list[np.ndarray]) -> tuple[Rule
     rules = Rules(
         _place(places.row_position, owners), options.window_left, options.chunk_size,
         number.type(options.soft_cap * LOG2E), _place(_log2_units(options.alibi_slopes, number), owners),
-        _place(mask, owners), mask_code, strides, _place(row_request, owners), _place(row_index, owners),
+        _place(mask, owners), mask_code, *strides, _place(row_request, owners), _place(row_index, owners),
         _place(cos, owners), _place(sin, owners), origin, _place(k_scale, owners),
     )  # fmt: skip
     return rules, full
@@ -380,19 +386,21 @@ def _prepared_query(problem: Problem, plan: Plan) -> tuple[np.ndarray, float]:
         return problem.q, scale
     number, rows = problem.number, plan.num_rows
     prepared = np.empty((rows, *problem.q.shape[1:]), number)
-    none = np.zeros((0, 0), number)
+    owners: list[np.ndarray] = []
+    gain, cos, sin = (
+        _place(None if x is None else np.ascontiguousarray(x, number), owners)
+        for x in (prepare.gain, prepare.cos, prepare.sin)
+    )
+    places, half = (0, 0) if prepare.cos is None else prepare.cos.shape
+    positions = _place(None if prepare.positions is None else np.ascontiguousarray(prepare.positions, np.int64), owners)
+    job = PrepareJob(
+        0, rows, problem.num_qo_heads, address_of(prepared), gain, float(prepare.eps), cos, sin, places, half,
+        prepare.origin, positions, bool(prepare.interleaved),
+    )  # fmt: skip
     tasks = -(-rows // PREPARED_PER_TASK)
     workers.run(
-        prepare_worker, (number,), tasks, _threads(prepared.nbytes, prepared.size),
-        _queries(problem, problem.q, 1.0, None, []), problem.num_qo_heads, np.zeros(2, np.int64), tasks,
-        none.reshape(-1) if prepare.gain is None else prepare.gain.astype(number), float(prepare.eps),
-        none if prepare.cos is None else np.ascontiguousarray(prepare.cos, number),
-        none if prepare.sin is None else np.ascontiguousarray(prepare.sin, number),
-        prepare.origin, np.zeros(rows, np.int64) if prepare.positions is None else _int64(prepare.positions),
-        bool(prepare.interleaved), prepared,
+        workers.code_of(prepare_worker, CACHE_KINDS[name_of(number)]),
+        record_of(job, _queries(problem, problem.q, 1.0, None, [])), tasks, get_num_threads(),
+        _nanoseconds(prepared.nbytes, prepared.size),
     )  # fmt: skip
     return prepared, scale
-
-
-def _int64(values: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(values, np.int64)
