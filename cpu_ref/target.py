@@ -26,11 +26,22 @@ from nbattn.problem import Level, Preparation, Problem, Rope
 from nbattn.rotary import Planes, planes_for
 from nbattn.scoring import LN2, LOG2E
 from nbattn.threads import get_num_threads
-from nbattn.work_list import KEY_BEGIN, KEY_END, ROW_BEGIN, ROW_END, SHARES_PER_THREAD, WorkList, build_gather_work
+from nbattn.work_list import (
+    KEY_BEGIN,
+    KEY_END,
+    ROW_BEGIN,
+    ROW_END,
+    SHARES_PER_THREAD,
+    SMALLEST_SPLIT,
+    WorkList,
+    build_gather_work,
+)
 
 FEW_ROWS = 16  # packed rows of a KV head up to which a task takes all heads, so that tokens are read in order
 # Packed rows of a task with one head: its accumulators and queries stay in L2, of 1 MB wherever there is AVX-512.
 MANY_ROWS = 384 if REGISTER_BYTES == 64 else 192
+SMALLEST_PIECE = 4096  # keys times KV heads; what is shorter is shared by its heads, whose results need no merge
+SHARES_BY_HEADS = 2  # that each thread should find then
 _DTYPE_OF_CODE = {code: name for name, code in DTYPE_CODE.items()}
 _UNCHANGED = 0, 0, 0, 0, 0, 0, 0  # the last fields of an `Output`: no sinks, no scale, no gate
 _ADDRESS, _LSE = Output._fields.index("address"), Output._fields.index("lse_address")
@@ -47,7 +58,11 @@ def tiling(
     group = num_qo_heads // levels[0].kv.num_kv_heads
     longest = max(int((level.qo_indptr[1:] - level.qo_indptr[:-1]).max(initial=0)) for level in levels)
     tokens = longest if longest * group <= FEW_ROWS else max(1, MANY_ROWS // group)
-    return Tiling((max(1, tokens),) * len(levels), get_num_threads() * SHARES_PER_THREAD)
+    threads = get_num_threads()
+    return Tiling(
+        (max(1, tokens),) * len(levels), threads * SHARES_PER_THREAD if threads > 1 else 1,
+        smallest_split=max(SMALLEST_SPLIT, SMALLEST_PIECE // levels[0].kv.num_kv_heads),
+    )  # fmt: skip
 
 
 def lane() -> int:
@@ -75,7 +90,9 @@ class Tasks(NamedTuple):
 
 
 class TaskList:
-    """A plan's work items as tasks of the worker team: each with all KV heads if its rows are few, else with one.
+    """A plan's work items as tasks of the worker team, each with one KV head if its rows are many.
+
+    If they are few, a task has all heads, or a share of them where there are fewer items than threads can use.
 
     Attributes
     ----------
@@ -88,6 +105,7 @@ class TaskList:
     def __init__(self, plan: Plan, problem: Problem):
         kv = problem.levels[0].kv
         self.num_qo_heads, self.num_kv_heads = problem.num_qo_heads, kv.num_kv_heads
+        self.threads = get_num_threads()
         self.dims = kv.head_dim_qk + kv.head_dim_vo
         self.refill(plan, problem.levels)
 
@@ -107,9 +125,15 @@ class TaskList:
                 tasks[:, :, 0], tasks[:, :, 1] = many, np.arange(num_kv_heads)[:, None]
                 self.kinds.append(Tasks(MANY, tasks.reshape(-1, 3), max_tokens * group, 1))
         if len(few):
-            tasks = np.zeros((len(few), 3), np.int32)
-            tasks[:, 0], tasks[:, 2] = few, num_kv_heads
-            self.kinds.append(Tasks(FEW, tasks, few_tokens * group * num_kv_heads, num_kv_heads))
+            heads = num_kv_heads
+            if self.threads > 1 and len(few) < self.threads * SHARES_BY_HEADS:
+                heads = -(-num_kv_heads * len(few) // (self.threads * SHARES_BY_HEADS))
+                heads = min(num_kv_heads, heads if group > 1 else -(-heads // 4) * 4)  # tiles of four heads stay whole
+            begins = np.arange(0, num_kv_heads, heads)
+            tasks = np.zeros((len(begins), len(few), 3), np.int32)
+            tasks[:, :, 0], tasks[:, :, 1] = few, begins[:, None]
+            tasks[:, :, 2] = np.minimum(heads, num_kv_heads - begins)[:, None]
+            self.kinds.append(Tasks(FEW, tasks.reshape(-1, 3), few_tokens * group * heads, heads))
         keys = work[:, KEY_END] - work[:, KEY_BEGIN]
         num_keys = int(keys.sum(dtype=np.int64))
         self.numbers = num_keys * num_kv_heads * self.dims

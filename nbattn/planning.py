@@ -10,7 +10,7 @@ import numpy as np
 from nbattn.errors import ContractError
 from nbattn.positions import LevelLengths, Positions, place_rows
 from nbattn.repeat import RememberedCall
-from nbattn.work_list import WorkList, build_work, most_work
+from nbattn.work_list import SMALLEST_SPLIT, WorkList, build_work, most_work
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Tiling:
         Blocks that work on one item together (CUDA).
     wave : float
         How many of the others' items run at a time, or 0, see `build_work`.
+    smallest_split : int
+        Least cost of a piece, see `build_work`.
     """
 
     tokens: tuple[int, ...]
@@ -51,13 +53,14 @@ class Tiling:
     many_shares: float = 0
     cluster: int = 1
     wave: float = 0
+    smallest_split: int = SMALLEST_SPLIT
 
     @property
     def cuts(self) -> dict[str, Any]:
         """The arguments of `build_work` and `most_work`."""
         return {
             "tile_tokens": self.tokens, "shares": self.shares, "few_tokens": self.few_tokens,
-            "many_shares": self.many_shares, "wave": self.wave,
+            "many_shares": self.many_shares, "wave": self.wave, "smallest_split": self.smallest_split,
         }  # fmt: skip
 
 
