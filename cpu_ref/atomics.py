@@ -14,7 +14,11 @@ from numba.extending import intrinsic
 from nbattn.cpu_ref.number_formats import I32, I64
 
 _ARCHITECTURE = llvm.get_process_triple().split("-")[0]
-_PAUSE = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [1]), "arm64": ("llvm.aarch64.hint", [1])}
+_PAUSE = {
+    "x86_64": ("llvm.x86.sse2.pause", []),
+    "aarch64": ("llvm.aarch64.hint", [1]),
+    "arm64": ("llvm.aarch64.hint", [1]),
+}
 
 
 def _place(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:

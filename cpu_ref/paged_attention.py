@@ -61,7 +61,6 @@ LEVELS_WORD = words_before(PagedJob, Queries, Output, Output, Rules)  # the `Pag
 _TASK_BYTES, _ITEM_BYTES, _LEVEL_BYTES = 4 * 3, 4 * WORK_COLUMNS, WORD_BYTES * words_before(Pages)
 
 
-
 @part
 def find_rows(lists, keys, level, head, page_begin, key, n):
     """List one head's K and V rows of keys ``key .. key + n``, mark the unmapped; the block's rest repeats the last.
@@ -99,7 +98,7 @@ def paged_worker(record, kind, rule_tag, number_kind, tile):
     Parameters
     ----------
     record : int
-        Address of a `PagedJob`, `Queries`, the `Output` of results and that of the partial states of split rows, `Rules`
+        Address of a `PagedJob`, `Queries`, the `Output` of results, that of the partial states of split rows, `Rules`
         and the `Pages` of every level.
     kind, number_kind, rule_tag, tile : Tag
         Cache dtype, arithmetic dtype (float32 or float64), rules and kind of task: the compile-time choices.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from nbattn.cpu_ref.blocks import padded
 from nbattn.cpu_ref.compiling import worker
 from nbattn.cpu_ref.number_formats import address_of, bytes_of, load_int64, load_number, store_number
@@ -66,12 +68,12 @@ def prepare_worker(record, kind):
                 source = queries.address + row * queries.stride + head * queries.head_stride
                 read_row(address_of(x), source, queries.code, dim)
                 if job.gain != 0:
-                    square = number(0)
+                    square = 0.0  # in float64, which holds the square of every float32
                     for d in range(dim):
-                        square += x[d] * x[d]
-                    factor = number(1 / math.sqrt(square / number(dim) + number(job.eps)))
+                        square += np.float64(x[d]) * np.float64(x[d])
+                    factor = 1 / math.sqrt(square / dim + job.eps)
                     for d in range(dim):
-                        x[d] = x[d] * factor * load_number(kind, job.gain + d * size)
+                        x[d] = number(x[d] * factor * load_number(kind, job.gain + d * size))
                 if half > 0:
                     place = load_int64(job.positions + 8 * row) - job.origin
                     if place < 0 or place >= job.num_places:

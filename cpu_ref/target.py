@@ -89,17 +89,29 @@ class Tasks(NamedTuple):
     max_heads: int
 
 
-class TaskList:
-    """A plan's work items as tasks of the worker team, each with one KV head if its rows are many.
-
-    If they are few, a task has all heads, or a share of them where there are fewer items than threads can use.
+class Work(NamedTuple):
+    """A work list and its items as tasks.
 
     Attributes
     ----------
+    work_list : WorkList
     kinds : list of Tasks
         One of each kind that there is, many rows first.
     numbers, dots : int
         Numbers read and multiply-adds of all tasks.
+    """
+
+    work_list: WorkList
+    kinds: list[Tasks]
+    numbers: int
+    dots: int
+
+
+class TaskList:
+    """A plan's work items as tasks of the worker team, each with one KV head if its rows are many.
+
+    If they are few, a task has all heads, or a share of them where there are fewer items than threads can use. `work`
+    is replaced as a whole: calls that have begun keep theirs.
     """
 
     def __init__(self, plan: Plan, problem: Problem):
@@ -111,11 +123,10 @@ class TaskList:
 
     def refill(self, plan: Plan, levels: tuple[Level, ...]) -> None:
         """Take over a plan's new work list."""
-        num_kv_heads, work = self.num_kv_heads, plan.work_list.work
+        num_kv_heads, work, kinds = self.num_kv_heads, plan.work_list.work, []
         group, max_tokens = self.num_qo_heads // num_kv_heads, plan.work_list.max_tokens
         tokens = 1 if max_tokens == 1 else work[:, ROW_END].astype(np.int64) - work[:, ROW_BEGIN]
         few, few_tokens = np.arange(len(work)), max_tokens
-        self.kinds = []
         if max_tokens * group > FEW_ROWS:
             is_few = np.broadcast_to(tokens * group <= FEW_ROWS, len(work))
             few, many = np.flatnonzero(is_few), np.flatnonzero(~is_few)
@@ -123,7 +134,7 @@ class TaskList:
             if len(many):
                 tasks = np.ones((num_kv_heads, len(many), 3), np.int32)  # tiles of one head read the same keys in turn
                 tasks[:, :, 0], tasks[:, :, 1] = many, np.arange(num_kv_heads)[:, None]
-                self.kinds.append(Tasks(MANY, tasks.reshape(-1, 3), max_tokens * group, 1))
+                kinds.append(Tasks(MANY, tasks.reshape(-1, 3), max_tokens * group, 1))
         if len(few):
             heads = num_kv_heads
             if self.threads > 1 and len(few) < self.threads * SHARES_BY_HEADS:
@@ -133,12 +144,12 @@ class TaskList:
             tasks = np.zeros((len(begins), len(few), 3), np.int32)
             tasks[:, :, 0], tasks[:, :, 1] = few, begins[:, None]
             tasks[:, :, 2] = np.minimum(heads, num_kv_heads - begins)[:, None]
-            self.kinds.append(Tasks(FEW, tasks.reshape(-1, 3), few_tokens * group * heads, heads))
+            kinds.append(Tasks(FEW, tasks.reshape(-1, 3), few_tokens * group * heads, heads))
         keys = work[:, KEY_END] - work[:, KEY_BEGIN]
         num_keys = int(keys.sum(dtype=np.int64))
-        self.numbers = num_keys * num_kv_heads * self.dims
         pairs = num_keys if max_tokens == 1 else int((keys * tokens).sum())
-        self.dots = pairs * self.num_qo_heads * self.dims
+        numbers, dots = num_keys * num_kv_heads * self.dims, pairs * self.num_qo_heads * self.dims
+        self.work = Work(plan.work_list, kinds, numbers, dots)
 
 
 class PagedCall:
@@ -150,8 +161,7 @@ class PagedCall:
         kv, options, number = problem.levels[0].kv, problem.options, problem.number
         if plan.on_target is None:
             plan.on_target = TaskList(plan, problem)
-        tasks: TaskList = plan.on_target
-        work_list = plan.work_list
+        work_list, kinds, numbers, dots = plan.on_target.work
         self.owners: list[np.ndarray] = [work_list.work]  # of the arrays whose addresses are kept
         rules, full = _rules(problem, plan, self.owners)
         folded = options.k_scale if options.rope is None else None
@@ -159,9 +169,9 @@ class PagedCall:
         group, shape = queries.group_size, (work_list.num_states, problem.num_qo_heads, kv.head_dim_vo)
         states = _states(np.empty(shape, number), np.empty(shape[:2], number), group)
         pages = [_pages(level.kv) for level in problem.levels]
-        self.nanoseconds = _nanoseconds(tasks.numbers * kv.k.dtype.itemsize, tasks.dots)
+        self.nanoseconds = _nanoseconds(numbers * kv.k.dtype.itemsize, dots)
         self.jobs: list[tuple[int, np.ndarray, int]] = []  # code, record and number of tasks of each kind
-        for tile, kind_tasks, max_rows, max_heads in tasks.kinds:
+        for tile, kind_tasks, max_rows, max_heads in kinds:
             tags = CACHE_KINDS[kv.kv_dtype], FULL if full else PLAIN, CACHE_KINDS[name_of(number)], tile
             job = PagedJob(
                 0, _place(kind_tasks, self.owners), len(kind_tasks), max_rows, max_heads, address_of(work_list.work)

@@ -30,7 +30,7 @@ from nbattn.cpu_ref.compiling import kernel, part
 from nbattn.cpu_ref.scratch import LINE_BYTES
 from nbattn.cpu_ref.tags import Tag
 
-# Work of a call from which on sleeping helpers are woken, which takes 20 us, and work that each of those awake is worth.
+# Work of a call from which on sleeping helpers are woken (20 us), and work that each of those awake is worth.
 WAKE_NANOSECONDS, SHARE_NANOSECONDS = 100_000, 10_000
 FOLLOWING_NANOSECONDS = 500_000  # a call that comes so soon after another is followed by more: helpers are woken too
 AWAKE_SECONDS = 2e-4  # how long a helper looks for the next job

@@ -139,7 +139,10 @@ def most_work(
         if level.causal and window_left >= 0:
             span = min(longest, window_left + tokens + KEY_ALIGNMENT)
         if split_size is None:
-            more = min(shares + ceil(many_shares), tiles * max(0, min(longest // SMALLEST_SPLIT, longest * tokens // smallest_split) - 1))
+            more = min(
+                shares + ceil(many_shares),
+                tiles * max(0, min(longest // SMALLEST_SPLIT, longest * tokens // smallest_split) - 1),
+            )
         else:
             more = tiles * ((span - 1) // split_size + 1 if span else 0)
         items += tiles + more

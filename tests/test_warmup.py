@@ -11,11 +11,11 @@ from nbattn.cpu_ref.paged_attention import paged_worker
 
 def test_kernels_of_a_dtype_are_there_afterwards():
     assert nbattn.warmup("float32") >= 0
-    ready = {entry[0] for entry in workers._entries}
+    ready = {entry[0] for entry in workers._codes}
     assert {paged_worker, gather_worker, merge_worker} <= ready
-    before = len(workers._entries)
+    before = len(workers._codes)
     assert nbattn.warmup("float32") < 1  # nothing is left to compile
-    assert len(workers._entries) == before
+    assert len(workers._codes) == before
 
 
 @pytest.mark.parametrize(
