@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple, get_type_hints
 
 import llvmlite.ir as ir
@@ -49,8 +50,9 @@ def column(typingctx, row, index):
 
 
 @cache
-def _format_of(cls: type) -> str:
-    return "".join("d" if hint is float else "q" for hint in get_type_hints(cls).values())
+def _format_of(cls: type, length: int) -> str:
+    hints = get_type_hints(cls).values() if hasattr(cls, "_fields") else [int] * length
+    return "".join("d" if hint is float else "q" for hint in hints)
 
 
 def record_of(*parts: Any) -> np.ndarray:
@@ -61,8 +63,7 @@ def record_of(*parts: Any) -> np.ndarray:
     *parts : NamedTuple or tuple of int
         Fields of a named tuple are int or float as it declares them.
     """
-    formats = [_format_of(type(part)) if hasattr(part, "_fields") else "q" * len(part) for part in parts]
-    words = struct.pack("=" + "".join(formats), *(x for part in parts for x in part))
+    words = struct.pack("=" + "".join([_format_of(type(part), len(part)) for part in parts]), *chain(*parts))
     return np.frombuffer(bytearray(words), np.int64)
 
 

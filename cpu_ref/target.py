@@ -166,8 +166,9 @@ class PagedCall:
         rules, full = _rules(problem, plan, self.owners)
         folded = options.k_scale if options.rope is None else None
         queries, output = _queries(problem, q, scale, folded, self.owners), _output(problem, self.owners)
-        group, shape = queries.group_size, (work_list.num_states, problem.num_qo_heads, kv.head_dim_vo)
-        states = _states(np.empty(shape, number), np.empty(shape[:2], number), group)
+        shape, states = (work_list.num_states, problem.num_qo_heads, kv.head_dim_vo), _NO_STATES
+        if work_list.num_states:
+            states = _states(np.empty(shape, number), np.empty(shape[:2], number), queries.group_size)
         pages = [_pages(level.kv) for level in problem.levels]
         self.nanoseconds = _nanoseconds(numbers * kv.k.dtype.itemsize, dots)
         self.jobs: list[tuple[int, np.ndarray, int]] = []  # code, record and number of tasks of each kind
@@ -183,7 +184,7 @@ class PagedCall:
         self.states = shape, number
         self.merge = None
         if len(work_list.merge_rows):
-            self.merge = SplitMerge(work_list, output, states, problem.num_qo_heads, self.owners)
+            self.merge = SplitMerge(work_list, output, states, problem.num_qo_heads, number, self.owners)
 
     address = staticmethod(address_of)
 
@@ -247,7 +248,7 @@ def run_gather(problem: Problem, token_indices: np.ndarray, counts: np.ndarray, 
             _nanoseconds(numbers * kv.k.dtype.itemsize, numbers * queries.group_size),
         )  # fmt: skip
     if len(work_list.merge_rows):
-        merge = SplitMerge(work_list, output, states, problem.num_qo_heads, owners)
+        merge = SplitMerge(work_list, output, states, problem.num_qo_heads, number, owners)
         merge(address_of(v), address_of(s), output.address, output.lse_address, threads)
 
 
@@ -282,14 +283,17 @@ def run_merge(
 class SplitMerge:
     """The merge of a plan's split rows, in which all is settled but the addresses of states and results."""
 
-    def __init__(self, work_list: WorkList, output: Output, states: Output, heads: int, owners: list[np.ndarray]):
-        kind, out_kind = CACHE_KINDS[_DTYPE_OF_CODE[states.code]], CACHE_KINDS[_DTYPE_OF_CODE[output.code]]
+    def __init__(
+        self, work_list: WorkList, output: Output, states: Output, heads: int, number: np.dtype,
+        owners: list[np.ndarray],
+    ):  # fmt: skip
+        kind, out_kind = CACHE_KINDS[name_of(number)], CACHE_KINDS[_DTYPE_OF_CODE[output.code]]
         self.code = workers.code_of(merge_worker, kind, out_kind)
         rows, indptr, slots = work_list.merge_rows, work_list.merge_indptr, work_list.merge_slots
         self.tasks = -(-len(rows) // ROWS_PER_TASK)
         job = MergeJob(
             0, _place(rows, owners), len(rows), heads, 1, int((indptr[1:] - indptr[:-1]).max(initial=0)),
-            states.code, 1.0, _place(indptr, owners), _place(slots, owners), len(slots),
+            DTYPE_CODE[kind.name], 1.0, _place(indptr, owners), _place(slots, owners), len(slots),
         )  # fmt: skip
         source = Source(0, states.stride, states.head_stride, 0, states.lse_stride, states.lse_head_stride)
         self.template = record_of(job, output, source)
@@ -354,6 +358,9 @@ def _states(v: np.ndarray, s: np.ndarray, group_size: int) -> Output:
         address_of(v), code, v.strides[0], v.strides[1], v.shape[2], group_size,
         address_of(s), code, s.strides[0], s.strides[1], 1.0, *_UNCHANGED,
     )  # fmt: skip
+
+
+_NO_STATES = Output(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, *_UNCHANGED)
 
 
 def _place(values: np.ndarray | None, owners: list[np.ndarray]) -> int:
