@@ -14,6 +14,7 @@ from nbattn.cpu_ref.number_formats import DOUBLE, ELEMENT, FLOAT, I16, I32, I64,
 from nbattn.cpu_ref.primitives import EXP2_FLOAT32, EXP2_FLOAT64, LOG2_FLOAT64
 
 ORDER_FREE = ("nsz", "contract", "arcp", "afn", "reassoc")  # never nnan or ninf: -inf and NaN carry meaning
+EXACT = ("nsz",)  # one flag, for Numba gives all others to instructions that have none
 _ROOT_HALF = 0x3FE6A09E667F3BCD  # the bits of sqrt(0.5)
 TO_L1, TO_L2 = 3, 2  # localities of llvm.prefetch
 

@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from nbattn.cpu_ref.cpu import REGISTER_BYTES
-from nbattn.cpu_ref.lanes import TO_L1, TO_L2, Lanes, lane_count, uses_dot
+from nbattn.cpu_ref.lanes import EXACT, TO_L1, TO_L2, Lanes, lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import I64, itemsize
 from nbattn.cpu_ref.scratch import LINE_BYTES
 from nbattn.scoring import LOWEST, LOWEST_DOUBLE
@@ -366,11 +366,12 @@ def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
 
 @intrinsic
 def fold_block(typingctx, kind, total, acc, stride, dim, total_sum, d_sum, total_m, m, factors, rows):
-    """Add the running sums of `rows` rows to their totals and clear them.
+    """Add the running sums of `rows` rows to their totals; what the totals cannot hold is what runs on.
 
     ``f = 2**(total_m - m); total = total * f + acc; total_sum = total_sum * f + d_sum; total_m = m``, with f written
-    to `factors`. A row's sums stay short this way: equal weights round alike, and one long sequence of float32
-    additions would drift. `stride` is from row to row of `total` and of `acc`; all lines are padded to whole vectors.
+    to `factors`, the rounding errors to `acc` and `d_sum`. A row's sums stay short and exact this way: equal weights
+    round alike, and one long sequence of float32 additions would drift, of blocks as of keys. `stride` is from row to
+    row of `total` and of `acc`; all lines are padded to whole vectors.
     """
 
     def codegen(context, builder, sig, args):
@@ -379,8 +380,12 @@ def fold_block(typingctx, kind, total, acc, stride, dim, total_sum, d_sum, total
         nothing = lanes.splat(0.0)
 
         def add(sums, running, factor):
-            lanes.store(lanes.fma(lanes.load(sums), factor, lanes.load(running)), sums)
-            lanes.store(nothing, running)
+            before, more = builder.fmul(lanes.load(sums), factor, flags=EXACT), lanes.load(running)
+            after = builder.fadd(before, more, flags=EXACT)
+            error = builder.fsub(more, builder.fsub(after, before, flags=EXACT), flags=EXACT)
+            finite = builder.fcmp_ordered("==", builder.fsub(error, error, flags=EXACT), nothing, flags=EXACT)
+            lanes.store(after, sums)
+            lanes.store(builder.select(finite, error, nothing), running)
 
         with lanes.loop(0, rows, lanes.count) as (row, _):
             place = lanes.mul(row, lanes.bytes)

@@ -122,6 +122,8 @@ class Plan:
     ) -> None:
         """Refill the plan for new lengths, tables or offsets; replayed graphs see it.
 
+        Not while another thread begins a call with this plan; on the CPU calls that have begun are not disturbed.
+
         Parameters
         ----------
         kv_or_levels, qo_indptr, kv_start, q_positions
