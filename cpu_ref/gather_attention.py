@@ -12,8 +12,8 @@ import numpy as np
 
 from nbattn.cpu_ref.blocks import (
     padded,
-    query_bits,
     query_operand,
+    query_room,
     score_heads,
     weigh_values,
 )
@@ -89,7 +89,7 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
     num_rows = heads * group
     stride = padded(num_rows + 4)
     q = zeros(number, num_rows + 4, padded(queries.dim))
-    bits = query_bits(kind, num_rows + 4, queries.dim)
+    room = query_room(kind, num_rows + 4, heads, queries.dim)
     acc = zeros(number, num_rows, padded(output.dim))
     total = zeros(number, num_rows, padded(output.dim))
     s = zeros(number, KEYS, stride)
@@ -111,7 +111,7 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
         )
         tokens, end = token_indices[row], np.int64(item[LIST_END])
         load_queries(kind, queries, row, row + 1, 0, heads, address_of(q), q.strides[0])
-        operand = query_operand(kind, q, bits, num_rows, queries.dim)
+        operand = query_operand(kind, q, room, heads, group, queries.dim)
         fill(kind, address_of(acc), acc.size, 0)
         fill(kind, address_of(total), total.size, 0)
         fill(kind, address_of(running), running.size, 0)
