@@ -26,7 +26,7 @@ FOLD_KEYS = 512  # after which running sums are folded into totals: equal weight
 KEYS = 16  # keys of a block: 64 of them overflow L2 together with the prefetched next block
 PANEL_VECTORS = 2  # of a panel: `panel_height` times as many sums, the panel and a broadcast fill the registers
 SHARED_TILE_KEYS = 4  # of a score tile whose rows share vectors: two vectors of sums each
-UNROLLED_KEYS = 4 if REGISTER_BYTES == 32 else 1  # of a value tile
+UNROLLED_KEYS = 2 if REGISTER_BYTES == 32 else 1  # of a value tile
 SCORES_AT_ONCE = 4  # whose maxima are found side by side
 _BYTES = types.int64
 
@@ -155,7 +155,10 @@ def _value_tile(queries: int, select: bool = False):
             width = value_vectors(kind)
             at_once = 2 if lanes.dot else 1  # keys
             unrolled = UNROLLED_KEYS if queries > 1 and not lanes.dot else 1
-            first, last = (builder.lshr(x, lanes.const(at_once - 1)) for x in (begin, end))  # pairs of keys with `dot`
+            count = builder.sub(end, begin)
+            first, last = (builder.lshr(x, lanes.const(at_once - 1)) for x in (begin, count))  # pairs of keys with `dot`
+            p = lanes.add(p, lanes.mul(p_stride, first))  # from here on keys are counted from `begin`, which is faster
+            rows, coming = (lanes.add(table, lanes.mul(begin, 8)) for table in (rows, coming))
 
             def values_of(addresses, d, vectors, ragged):
                 """Load a key's vectors of the slice at `d`; with `dot` the pairs of two keys', or of one's and 0."""
@@ -185,7 +188,7 @@ def _value_tile(queries: int, select: bool = False):
                 # these keys are summed by themselves: equal weights round alike, and long sequential sums would drift
                 sums = [[lanes.variable(lanes.splat(0.0)) for _ in place[i]] for i in range(queries)]
                 slice_bytes = vectors * lanes.count * size
-                lines = lanes.add(later, lanes.mul(here, builder.sub(end, begin)))
+                lines = lanes.add(later, lanes.mul(here, count))
 
                 def add(step, keys):
                     def listed(table):
@@ -196,7 +199,7 @@ def _value_tile(queries: int, select: bool = False):
                         ahead = lanes.add(lanes.add(row, coming_head), here)
                         for line in range(0, slice_bytes, LINE_BYTES):
                             lanes.prefetch_ahead(lanes.add(ahead, line))
-                    behind = lanes.add(lines, lanes.mul(builder.sub(step, first), at_once * slice_bytes))
+                    behind = lanes.add(lines, lanes.mul(step, at_once * slice_bytes))
                     for line in range(0, keys * slice_bytes, LINE_BYTES):
                         lanes.prefetch(lanes.add(behind, line), TO_L2)
                     values = values_of(listed(rows), d, vectors, ragged)
@@ -209,16 +212,16 @@ def _value_tile(queries: int, select: bool = False):
                             new = lanes.multiply_add(weight, values[t], old)
                             builder.store(builder.select(dropped, old, new) if select else new, sums[i][t])
 
-                begin_rest = first
+                even = lanes.const(0)
                 if unrolled > 1 and not ragged:
-                    begin_rest = lanes.add(first, builder.and_(builder.sub(last, first), lanes.const(-unrolled)))
-                    with lanes.loop(first, begin_rest, unrolled) as (step, _):
+                    even = builder.and_(last, lanes.const(-unrolled))
+                    with lanes.loop(0, even, unrolled) as (step, _):
                         for i in range(unrolled):
                             add(lanes.add(step, i), at_once)
-                with lanes.loop(begin_rest, last, 1) as (step, _):
+                with lanes.loop(even, last, 1) as (step, _):
                     add(step, at_once)
                 if lanes.dot:  # an odd last key is by itself
-                    with builder.if_then(builder.icmp_signed("<", lanes.mul(last, at_once), end)):
+                    with builder.if_then(builder.icmp_signed("<", lanes.mul(last, at_once), count)):
                         add(last, 1)
                 for i in range(queries):
                     factor = lanes.load_splat(lanes.add(alpha, i * lanes.bytes))
