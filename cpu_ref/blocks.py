@@ -49,6 +49,7 @@ def _tile_constants(kind):
 
 @constants
 def _shares(kind):
+    """Return whether score tiles take their rows as `pack_query_tile_4` makes them, as a tuple of one number."""
     return (int(shares_keys(kind)),)
 
 
@@ -88,8 +89,8 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, sc
                 k_ahead, v_ahead, slot_stride, idle):  # fmt: skip
     """Fill ``s[j, row]`` with ``scale * q[row] @ k[j]`` for the `KEYS` keys of a block and all packed rows.
 
-    `q` is what `query_operand` returns. `listed` lists the `KEYS` cached rows of K and, behind them, of V, which are prefetched meanwhile; `k_ahead` and
-    `v_ahead` are their strides from head to head. `idle` lists `KEYS` places where a prefetch costs nothing.
+    `q` is what `query_operand` returns. `listed` lists the `KEYS` cached rows of K and, behind them, of V, which are
+    prefetched meanwhile; `k_ahead` and `v_ahead` are their strides from head to head. `idle` lists `KEYS` places where a prefetch costs nothing.
     """
     lanes, size, step, row_step = _tile_constants(kind)
     of_heads = heads // 4 * 4 if rows == 1 else 0  # those that are taken four at once, with a row each

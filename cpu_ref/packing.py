@@ -1,4 +1,4 @@
-"""Bringing rows of caches, queries and weights into the order in which the tile operations of many rows read them."""
+"""Bringing rows of caches, queries and weights into the order in which the tile operations read them."""
 
 from __future__ import annotations
 

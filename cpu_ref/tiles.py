@@ -39,8 +39,8 @@ def tile_keys(kind: str) -> int:
 def shares_keys(kind: str) -> bool:
     """Return whether rows of one KV head share the vectors of a score tile: `shared_numbers` of a key for each row.
 
-    A key's numbers are broadcast to the rows by the load itself. That leaves fewer sums over lanes, and where vectors
-    are short they would take as long as half of the products.
+    The load itself repeats a key's numbers for all rows, and fewer lanes are left to be summed at the end: with short
+    vectors that takes half as long as the products. Narrow numbers would have to be widened more often.
     """
     return REGISTER_BYTES == 32 and itemsize(kind) >= 4
 
@@ -156,8 +156,8 @@ def _value_tile(queries: int, select: bool = False):
             at_once = 2 if lanes.dot else 1  # keys
             unrolled = UNROLLED_KEYS if queries > 1 and not lanes.dot else 1
             count = builder.sub(end, begin)
-            first, last = (builder.lshr(x, lanes.const(at_once - 1)) for x in (begin, count))  # pairs of keys with `dot`
-            p = lanes.add(p, lanes.mul(p_stride, first))  # from here on keys are counted from `begin`, which is faster
+            first, last = (builder.lshr(x, lanes.const(at_once - 1)) for x in (begin, count))  # pairs with `dot`
+            p = lanes.add(p, lanes.mul(p_stride, first))  # from here on keys are counted from `begin`: less to compute
             rows, coming = (lanes.add(table, lanes.mul(begin, 8)) for table in (rows, coming))
 
             def values_of(addresses, d, vectors, ragged):
