@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbattn.cpu_ref import primitives  # noqa: F401 - registers the CPU versions of exp2, tanh and idiv
-from nbattn.cpu_ref.compiling import inlined, part, variants
+from nbattn.cpu_ref.compiling import inlined, keep_short, part, variants
 from nbattn.cpu_ref.cpu import REGISTER_BYTES
 from nbattn.cpu_ref.lanes import lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import address_of, load_int64
@@ -90,7 +90,8 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, sc
     """Fill ``s[j, row]`` with ``scale * q[row] @ k[j]`` for the `KEYS` keys of a block and all packed rows.
 
     `q` is what `query_operand` returns. `listed` lists the `KEYS` cached rows of K and, behind them, of V, which are
-    prefetched meanwhile; `k_ahead` and `v_ahead` are their strides from head to head. `idle` lists `KEYS` places where a prefetch costs nothing.
+    prefetched meanwhile; `k_ahead` and `v_ahead` are their strides from head to head. `idle` lists `KEYS` places where
+    a prefetch costs nothing.
     """
     lanes, size, step, row_step = _tile_constants(kind)
     of_heads = heads // 4 * 4 if rows == 1 else 0  # those that are taken four at once, with a row each
@@ -224,6 +225,7 @@ def _query_operand(kind, q, room, heads, rows, dim):
         return address_of(room), room.strides[0]
 
     def shared(kind, q, room, heads, rows, dim):
+        keep_short()
         stride, tile = q.strides[0], address_of(room)
         for head in range(heads):
             done = 0
