@@ -13,7 +13,7 @@ from nbattn.cpu_ref.compiling import inlined, keep_short, part, variants
 from nbattn.cpu_ref.cpu import REGISTER_BYTES
 from nbattn.cpu_ref.lanes import lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import address_of, load_int64
-from nbattn.cpu_ref.packing import fill, pack_query_tile_1, pack_query_tile_4, pack_query_tile_8, pack_weights
+from nbattn.cpu_ref.packing import fill, pack_query_tile_1, pack_query_tile_4, pack_weights
 from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.rows import ROW_MULTIPLE
 from nbattn.cpu_ref.scratch import zeros
@@ -23,7 +23,6 @@ from nbattn.cpu_ref.tiles import (
     row_tile_keys,
     score_tile_1,
     score_tile_4,
-    score_tile_8,
     score_tile_heads,
     shares_keys,
     tile_keys,
@@ -121,11 +120,7 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, sc
                 done = 0
                 while done < rows:
                     q_row, target = q_head + done * q_stride, column + (head * rows + done) * size
-                    if rows - done >= 8 and _shares(kind)[0] != 0:
-                        score_tile_8(kind, q_row, q_stride, keys, k_head, k_head_stride, dim, scale, target, s_stride,
-                                     ahead, ahead_head, later)  # fmt: skip
-                        done += 8
-                    elif rows - done > 1:  # fewer than four: others are the next head's, written again, or padding
+                    if rows - done > 1:  # fewer than four: others are the next head's, written again, or padding
                         score_tile_4(kind, q_row, q_stride, keys, k_head, k_head_stride, dim, scale, target, s_stride,
                                      ahead, ahead_head, later)  # fmt: skip
                         done += 4
@@ -231,10 +226,7 @@ def _query_operand(kind, q, room, heads, rows, dim):
             done = 0
             while done < rows:
                 first, count = address_of(q) + (head * rows + done) * stride, 1
-                if rows - done >= 8:
-                    pack_query_tile_8(kind, first, stride, padded(dim), tile)
-                    count = 8
-                elif rows - done > 1:
+                if rows - done > 1:
                     pack_query_tile_4(kind, first, stride, padded(dim), tile)
                     count = 4
                 else:

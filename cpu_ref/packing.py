@@ -62,7 +62,7 @@ def _pack_query_tile(queries: int):
     return intrinsic(pack_query_tile)
 
 
-pack_query_tile_8, pack_query_tile_4, pack_query_tile_1 = (_pack_query_tile(queries) for queries in (8, 4, 1))
+pack_query_tile_4, pack_query_tile_1 = _pack_query_tile(4), _pack_query_tile(1)
 
 
 @intrinsic

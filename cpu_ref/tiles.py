@@ -51,7 +51,7 @@ def shared_numbers(kind: str, queries: int) -> int:
 
 
 def row_tile_keys(kind: str) -> int:
-    """Return how many keys a score tile of four or eight rows of one KV head has."""
+    """Return how many keys a score tile of four rows of one KV head has."""
     return SHARED_TILE_KEYS if shares_keys(kind) else tile_keys(kind)
 
 
@@ -127,7 +127,7 @@ def _score_tile(queries: int, heads: int = 1):
         """``s[j, i] = scale * q[i, :dim] @ k[j, h, :dim]`` for the tile's rows i, their heads h and keys j.
 
         Row j of K starts at ``rows[j] + head + h * head_stride``; `q` is zero-padded to whole vectors, and for a kind
-        that `shares_keys` as `pack_query_tile_4` or `_8` makes it where the rows have one head. The same rows
+        that `shares_keys` as `pack_query_tile_4` makes it where the rows have one head. The same rows
         of the list `coming`, from `coming_head` on, are prefetched, and as many bytes from `later` on to L2.
         """
         number = types.float64 if kind.tag == "float64" else types.float32
@@ -250,8 +250,7 @@ def _value_tile(queries: int, select: bool = False):
     return intrinsic(value_tile)
 
 
-score_tile_8, score_tile_4, score_tile_1 = _score_tile(8), _score_tile(4), _score_tile(1)
-score_tile_heads = _score_tile(4, heads=4)
+score_tile_4, score_tile_1, score_tile_heads = _score_tile(4), _score_tile(1), _score_tile(4, heads=4)
 value_tile_4, value_tile_1, value_tile_1_select = _value_tile(4), _value_tile(1), _value_tile(1, select=True)
 
 
