@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nbattn.cpu_ref.blocks import query_operand, score_heads, weigh_values
+from nbattn.cpu_ref.blocks import query_operand, query_room, score_heads, weigh_values
 from nbattn.cpu_ref.compiling import inlined, keep_short, variants
 from nbattn.cpu_ref.many_rows import (
     PANEL_KEYS,
@@ -43,6 +43,7 @@ class Places(NamedTuple):
 class FewRows(NamedTuple):
     """Scratch of a task of few rows."""
 
+    queries: np.ndarray  # of `query_room`
     lists: np.ndarray  # int64 [2, KEYS]
     keys: np.ndarray  # number [max_heads * KEYS, dim]: rotated, or without rows
     places: Places
@@ -100,7 +101,8 @@ def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
             lists[0, j] = address_of(q)
             lists[1, j] = address_of(keys) + j * keys.strides[0]
         idle = address_of(lists)
-        return FewRows(lists, keys, Places(idle, idle + lists.strides[0], keys.strides[0]))
+        queries = query_room(kind, q.shape[0], max_heads, q.shape[1])
+        return FewRows(queries, lists, keys, Places(idle, idle + lists.strides[0], keys.strides[0]))
 
     def many(tile, kind, q, rotating, max_heads, dim, value_dim):
         number, width = number_type(kind), panel_constants(kind)[1]
@@ -114,8 +116,8 @@ def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
     return few if tile.tag == "few" else many
 
 
-def prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
-    """Bring the first `rows` of `q` and the first block's `n` keys into the form that scores are computed from.
+def prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
+    """Bring `q`, `rows` of each head, and the first block's `n` keys into the form that scores are computed from.
 
     Returns address and stride of the rows; of many rows the address of their panels.
     """
@@ -123,25 +125,30 @@ def prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, 
 
 
 @variants(prepare_rows)
-def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
-    def few(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
-        return query_operand(kind, q, bits, rows, dim)
+def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
+    def few(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
+        return query_operand(kind, q, scratch.queries, heads, rows, dim)
 
-    def many(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
-        pack_query_panels(kind, q, rows, dim, scratch.places.queries)
+    def few_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
+        if rotating:  # keys are rotated in the arithmetic type
+            return query_operand(number_kind, q, scratch.queries, heads, rows, dim)
+        return query_operand(kind, q, scratch.queries, heads, rows, dim)
+
+    def many(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
+        pack_query_panels(kind, q, heads * rows, dim, scratch.places.queries)
         pack_key_share(kind, scratch.places, Listed(key_rows, n), dim, 0, 1)
         return scratch.places.queries, 0
 
-    def many_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
-        if rotating:  # keys are rotated in the arithmetic type
-            pack_queries(number_kind, address_of(q), q.strides[0], rows, dim, scratch.places.queries)
+    def many_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
+        if rotating:
+            pack_queries(number_kind, address_of(q), q.strides[0], heads * rows, dim, scratch.places.queries)
         else:
-            pack_query_panels(kind, q, rows, dim, scratch.places.queries)
+            pack_query_panels(kind, q, heads * rows, dim, scratch.places.queries)
             pack_key_share(kind, scratch.places, Listed(key_rows, n), dim, 0, 1)
         return scratch.places.queries, 0
 
     if tile.tag == "few":
-        return few
+        return few if rule_tag.tag == "plain" else few_full
     return many if rule_tag.tag == "plain" else many_full
 
 
@@ -185,7 +192,7 @@ def _score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, o
         else:
             rotate_keys(kind, rules, rotated, keys.rows, KEYS, heads, block.head_begin, keys.head_stride, size, dim,
                         block.turn, block.n)  # fmt: skip
-            score_heads(number_kind, address_of(q), q.strides[0], heads, rows, places.rotated,
+            score_heads(number_kind, operand[0], operand[1], heads, rows, places.rotated,
                         KEYS * places.rotated_bytes, dim, scale, address_of(s), s.strides[0], keys.rows,
                         keys.head_stride, values.head_stride, keys.slot_stride, places.idle)  # fmt: skip
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from nbattn.cpu_ref.blocks import (
     padded,
-    query_bits,
     query_operand,
+    query_room,
     score_heads,
     weigh_values,
 )
@@ -106,7 +106,7 @@ def gather_worker(record, kind):
     num_rows = heads * group
     stride = padded(num_rows + 4)
     q = zeros(number, num_rows + 4, padded(queries.dim))
-    bits = query_bits(kind, num_rows + 4, queries.dim)
+    room = query_room(kind, num_rows + 4, heads, queries.dim)
     acc = zeros(number, num_rows, padded(output.dim))
     total = zeros(number, num_rows, padded(output.dim))
     s = zeros(number, KEYS, stride)
@@ -124,7 +124,7 @@ def gather_worker(record, kind):
         page_begin, kv_len = column(item, GATHER_PAGE_BEGIN), column(item, GATHER_KV_LEN)
         tokens, end = job.tokens + 4 * job.max_tokens * row, column(item, LIST_END)
         load_queries(kind, queries, row, row + 1, 0, heads, address_of(q), q.strides[0])
-        operand = query_operand(kind, q, bits, num_rows, queries.dim)
+        operand = query_operand(kind, q, room, heads, group, queries.dim)
         fill(kind, address_of(acc), acc.size, 0)
         fill(kind, address_of(total), total.size, 0)
         fill(kind, address_of(running), running.size, 0)

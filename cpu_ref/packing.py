@@ -1,4 +1,4 @@
-"""Bringing rows of caches, queries and weights into the order in which the tile operations of many rows read them."""
+"""Bringing rows of caches, queries and weights into the order in which the tile operations read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numba.extending import intrinsic
 
 from nbattn.cpu_ref.lanes import Lanes, uses_dot
 from nbattn.cpu_ref.number_formats import I32, I64, itemsize
-from nbattn.cpu_ref.tiles import LINE_BYTES, PANEL_VECTORS, panel_width
+from nbattn.cpu_ref.tiles import LINE_BYTES, PANEL_VECTORS, panel_width, shared_numbers
 
 _BYTES = types.int64
 
@@ -35,6 +35,34 @@ def pack_queries(typingctx, kind, q, q_stride, rows, steps, panels):
         return context.get_dummy_value()
 
     return types.void(kind, *[_BYTES] * 5), codegen
+
+
+def _pack_query_tile(queries: int):
+    """Build what packs `queries` rows for the score tile of so many rows of a kind that `shares_keys`."""
+
+    def codegen_for(kind):
+        def codegen(context, builder, sig, args):
+            _, q, q_stride, dim, tile = args
+            lanes = Lanes(builder, kind)
+            part = min(shared_numbers(kind, queries), lanes.count)
+            numbers = ir.VectorType(lanes.number, part)
+            with lanes.loop(0, dim, part) as (d, _):
+                for i in range(queries):
+                    source = lanes.add(lanes.add(q, lanes.mul(q_stride, i)), lanes.mul(d, lanes.bytes))
+                    target = lanes.mul(lanes.add(lanes.mul(d, queries), i * part), lanes.bytes)
+                    lanes.store(lanes.load_as(numbers, source, lanes.bytes), lanes.add(tile, target))
+            return context.get_dummy_value()
+
+        return codegen
+
+    def pack_query_tile(typingctx, kind, q, q_stride, dim, tile):
+        """``tile[d // part, i, d % part] = q[i, d]`` for the tile's rows i; part is `shared_numbers`."""
+        return types.void(kind, *[_BYTES] * 4), codegen_for(kind.tag)
+
+    return intrinsic(pack_query_tile)
+
+
+pack_query_tile_4, pack_query_tile_1 = _pack_query_tile(4), _pack_query_tile(1)
 
 
 @intrinsic

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nbattn.cpu_ref.block_steps import Block, Side, block_shape, make_scratch, prepare_rows, score_block, weigh_block
-from nbattn.cpu_ref.blocks import padded, query_bits
+from nbattn.cpu_ref.blocks import padded
 from nbattn.cpu_ref.compiling import keep_short, part, worker
 from nbattn.cpu_ref.number_formats import address_of, load_int32, store_int64
 from nbattn.cpu_ref.packing import fill
@@ -115,7 +115,6 @@ def paged_worker(record, kind, rule_tag, number_kind, tile):
     keys, spare_rows, spare_columns = block_shape(tile)
     room, stride = max_rows + spare_rows, padded(max_rows + spare_rows)
     q = zeros(number, room, padded(queries.dim))
-    bits = query_bits(kind, room, queries.dim)
     acc = zeros(number, room, padded(output.dim + spare_columns))
     total = zeros(number, room, padded(output.dim + spare_columns))
     s = zeros(number, keys, stride)
@@ -170,8 +169,8 @@ def paged_worker(record, kind, rule_tag, number_kind, tile):
         places, rotated = scratch.places, scratch.keys
         if n > 0:
             find_rows(here, keys, level, head_begin, page_begin, key, n)
-        operand = prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, heads * rows, queries.dim,
-                               here, n)  # fmt: skip
+        operand = prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, queries.dim, here,
+                               n)  # fmt: skip
         while n > 0:
             n_next = min(keys, key_end - key - n)
             if n_next > 0:

@@ -25,6 +25,8 @@ from nbattn.scoring import LOWEST, LOWEST_DOUBLE
 FOLD_KEYS = 512  # after which running sums are folded into totals: equal weights round alike, sums would drift
 KEYS = 16  # keys of a block: 64 of them overflow L2 together with the prefetched next block
 PANEL_VECTORS = 2  # of a panel: `panel_height` times as many sums, the panel and a broadcast fill the registers
+SHARED_TILE_KEYS = 4  # of a score tile whose rows share vectors: two vectors of sums each
+UNROLLED_KEYS = 2 if REGISTER_BYTES == 32 else 1  # of a value tile
 SCORES_AT_ONCE = 4  # whose maxima are found side by side
 _BYTES = types.int64
 
@@ -34,18 +36,46 @@ def tile_keys(kind: str) -> int:
     return min(lane_count(kind) // 4, 2 if itemsize(kind) >= 4 else 4)
 
 
+def shares_keys(kind: str) -> bool:
+    """Return whether rows of one KV head share the vectors of a score tile: `shared_numbers` of a key for each row.
+
+    The load itself repeats a key's numbers for all rows, and fewer lanes are left to be summed at the end: with short
+    vectors that takes half as long as the products. Narrow numbers would have to be widened more often.
+    """
+    return REGISTER_BYTES == 32 and itemsize(kind) >= 4
+
+
+def shared_numbers(kind: str, queries: int) -> int:
+    """Return how many numbers of each of `queries` rows lie side by side, so that two vectors hold all rows'."""
+    return 2 * lane_count(kind) // queries
+
+
+def row_tile_keys(kind: str) -> int:
+    """Return how many keys a score tile of four rows of one KV head has."""
+    return SHARED_TILE_KEYS if shares_keys(kind) else tile_keys(kind)
+
+
 def _score_tile(queries: int, heads: int = 1):
-    """Build the score tile of `queries` rows: four by `tile_keys`, or one by as many keys as there are lanes.
+    """Build the score tile of `queries` rows: a few keys, or one row by as many keys as there are lanes.
 
     With as many heads as rows each row has a KV head of its own.
     """
-    same = queries // heads
 
     def codegen_for(kind):
         def codegen(context, builder, sig, args):
             _, q, q_stride, rows, head, head_stride, dim, scale, s, s_stride, coming, coming_head, later = args
             lanes = Lanes(builder, kind, uses_dot(kind))
-            keys = tile_keys(kind) if queries > 1 else lanes.count
+            shared = shares_keys(kind) and queries > heads
+            keys = tile_keys(kind) if heads > 1 else row_tile_keys(kind) if queries > 1 else lanes.count
+            q_row, number_bytes, taken = [lanes.mul(q_stride, i) for i in range(queries)], lanes.query_bytes, lanes.step
+            load_key, load_key_up_to = lanes.load_key, lanes.load_key_up_to
+            if shared:
+                taken = shared_numbers(kind, queries)
+                q_row, number_bytes = [lanes.const(0), lanes.const(lanes.count * lanes.bytes)], queries * lanes.bytes
+                load_key, load_key_up_to = lanes.share_key(taken), lanes.share_key_up_to(taken)
+            q_row = [lanes.add(q, place) for place in q_row]
+            vectors = len(q_row)
+            same = vectors // heads
 
             def places(listed, inside):
                 """Return where each key's rows of K lie, one a head."""
@@ -53,16 +83,15 @@ def _score_tile(queries: int, heads: int = 1):
                 return [[lanes.add(row, lanes.mul(head_stride, h)) for h in range(heads)] for row in first]
 
             k, ahead = places(rows, head), places(coming, coming_head)
-            q_row = [lanes.add(q, lanes.mul(q_stride, i)) for i in range(queries)]
-            sums = [[lanes.variable(lanes.splat(0.0)) for _ in range(queries)] for _ in range(keys)]
+            sums = [[lanes.variable(lanes.splat(0.0)) for _ in range(vectors)] for _ in range(keys)]
             size = itemsize(kind)
 
-            def step(d, load_key):
-                q_here = [lanes.load_query(lanes.add(row, lanes.mul(d, lanes.query_bytes))) for row in q_row]
+            def step(d, load):
+                q_here = [lanes.load_query(lanes.add(row, lanes.mul(d, number_bytes))) for row in q_row]
                 for j in range(keys):
-                    for i in range(queries):
+                    for i in range(vectors):
                         if i % same == 0:
-                            k_here = load_key(lanes.add(k[j][i // same], lanes.mul(d, size)))
+                            k_here = load(lanes.add(k[j][i // same], lanes.mul(d, size)))
                         builder.store(lanes.multiply_add(q_here[i], k_here, lanes.read(sums[j][i])), sums[j][i])
 
             line = max(LINE_BYTES // size, lanes.step)  # numbers that one prefetch brings
@@ -73,16 +102,22 @@ def _score_tile(queries: int, heads: int = 1):
                 lines = lanes.add(later, lanes.mul(d, size * keys * heads))
                 for place in range(0, keys * heads * LINE_BYTES, LINE_BYTES):
                     lanes.prefetch(lanes.add(lines, place), TO_L2)
-                for part in range(0, line, lanes.step):
-                    step(lanes.add(d, part), lanes.load_key)
-            with lanes.loop(whole, dim, lanes.step) as (d, _):
+                for part in range(0, line, taken):
+                    step(lanes.add(d, part), load_key)
+            with lanes.loop(whole, dim, taken) as (d, _):
                 left = builder.sub(dim, d)
-                step(d, lambda address: lanes.load_key_up_to(address, left))
-            result = lanes.sum_each([lanes.read(sums[j][i]) for j in range(keys) for i in range(queries)])
-            result = lanes.product(result, lanes.splat(scale))
-            for j in range(keys):
-                part = lanes.part(result, j * queries, queries)
-                lanes.store(part, lanes.add(s, lanes.mul(s_stride, j)))
+                step(d, lambda address: load_key_up_to(address, left))
+            sums = [lanes.read(total) for total in chain.from_iterable(sums)]
+            results, order = [lanes.sum_each(sums)], [range(keys * queries)]
+            if shared:
+                results, order = lanes.sum_runs(sums, taken)
+            for result, pairs in zip(results, order, strict=True):  # `order` numbers a result's lanes, key by key
+                result = lanes.product(result, lanes.splat(scale))
+                for j in range(keys):
+                    part = sorted((pair % queries, lane) for lane, pair in enumerate(pairs) if pair // queries == j)
+                    if part:
+                        place = lanes.add(lanes.mul(s_stride, j), part[0][0] * lanes.bytes)
+                        lanes.store(lanes.pick(result, [lane for _, lane in part]), lanes.add(s, place))
             return context.get_dummy_value()
 
         return codegen
@@ -91,7 +126,8 @@ def _score_tile(queries: int, heads: int = 1):
                    later):  # fmt: skip
         """``s[j, i] = scale * q[i, :dim] @ k[j, h, :dim]`` for the tile's rows i, their heads h and keys j.
 
-        Row j of K starts at ``rows[j] + head + h * head_stride``; `q` is zero-padded to whole vectors. The same rows
+        Row j of K starts at ``rows[j] + head + h * head_stride``; `q` is zero-padded to whole vectors, and for a kind
+        that `shares_keys` as `pack_query_tile_4` makes it where the rows have one head. The same rows
         of the list `coming`, from `coming_head` on, are prefetched, and as many bytes from `later` on to L2.
         """
         number = types.float64 if kind.tag == "float64" else types.float32
@@ -118,7 +154,11 @@ def _value_tile(queries: int, select: bool = False):
             size = itemsize(kind)
             width = value_vectors(kind)
             at_once = 2 if lanes.dot else 1  # keys
-            first, last = (builder.lshr(x, lanes.const(at_once - 1)) for x in (begin, end))  # pairs of keys with `dot`
+            unrolled = UNROLLED_KEYS if queries > 1 and not lanes.dot else 1
+            count = builder.sub(end, begin)
+            first, last = (builder.lshr(x, lanes.const(at_once - 1)) for x in (begin, count))  # pairs with `dot`
+            p = lanes.add(p, lanes.mul(p_stride, first))  # from here on keys are counted from `begin`: less to compute
+            rows, coming = (lanes.add(table, lanes.mul(begin, 8)) for table in (rows, coming))
 
             def values_of(addresses, d, vectors, ragged):
                 """Load a key's vectors of the slice at `d`; with `dot` the pairs of two keys', or of one's and 0."""
@@ -148,7 +188,7 @@ def _value_tile(queries: int, select: bool = False):
                 # these keys are summed by themselves: equal weights round alike, and long sequential sums would drift
                 sums = [[lanes.variable(lanes.splat(0.0)) for _ in place[i]] for i in range(queries)]
                 slice_bytes = vectors * lanes.count * size
-                lines = lanes.add(later, lanes.mul(here, builder.sub(end, begin)))
+                lines = lanes.add(later, lanes.mul(here, count))
 
                 def add(step, keys):
                     def listed(table):
@@ -159,7 +199,7 @@ def _value_tile(queries: int, select: bool = False):
                         ahead = lanes.add(lanes.add(row, coming_head), here)
                         for line in range(0, slice_bytes, LINE_BYTES):
                             lanes.prefetch_ahead(lanes.add(ahead, line))
-                    behind = lanes.add(lines, lanes.mul(builder.sub(step, first), at_once * slice_bytes))
+                    behind = lanes.add(lines, lanes.mul(step, at_once * slice_bytes))
                     for line in range(0, keys * slice_bytes, LINE_BYTES):
                         lanes.prefetch(lanes.add(behind, line), TO_L2)
                     values = values_of(listed(rows), d, vectors, ragged)
@@ -172,10 +212,16 @@ def _value_tile(queries: int, select: bool = False):
                             new = lanes.multiply_add(weight, values[t], old)
                             builder.store(builder.select(dropped, old, new) if select else new, sums[i][t])
 
-                with lanes.loop(first, last, 1) as (step, _):
+                even = lanes.const(0)
+                if unrolled > 1 and not ragged:
+                    even = builder.and_(last, lanes.const(-unrolled))
+                    with lanes.loop(0, even, unrolled) as (step, _):
+                        for i in range(unrolled):
+                            add(lanes.add(step, i), at_once)
+                with lanes.loop(even, last, 1) as (step, _):
                     add(step, at_once)
                 if lanes.dot:  # an odd last key is by itself
-                    with builder.if_then(builder.icmp_signed("<", lanes.mul(last, at_once), end)):
+                    with builder.if_then(builder.icmp_signed("<", lanes.mul(last, at_once), count)):
                         add(last, 1)
                 for i in range(queries):
                     factor = lanes.load_splat(lanes.add(alpha, i * lanes.bytes))
