@@ -202,15 +202,16 @@ def check_heads_vector(name: str, x: Array | None, q: Array, library: str, *, on
 
 
 def _check_sizes(name: str, x: Array, query_dtype: str, only_above: bool = False) -> None:
-    """Refuse numbers that would be infinite in the arithmetic of a query dtype; those on a device are not looked at."""
+    """Refuse NaN and what would be infinite in the arithmetic of a query dtype; a device's are not looked at."""
     if library_of(x) != "numpy":
         return
     largest = LARGEST_DOUBLE if accumulator_dtype(query_dtype) == np.float64 else LARGEST_NUMBER
     values = x.astype(np.float64)
-    far = np.argwhere((values if only_above else np.abs(values)) > largest)
+    far = np.argwhere(~((values if only_above else np.abs(values)) <= largest))  # NaN compares false
     if len(far):
         i = tuple(far[0].tolist())
-        rule = f"must be at most {largest:.4g}" + ("" if only_above else " in size")
+        rule = "must be a number" if np.isnan(values[i]) else f"must be at most {largest:.4g}"
+        rule += "" if only_above or np.isnan(values[i]) else " in size"
         raise ContractError(f"{name}[{', '.join(map(str, i))}]: {rule}, got {values[i]}.")
 
 

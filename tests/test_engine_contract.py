@@ -87,6 +87,9 @@ COMMON_RULES = [
     ("sinks dtype", {"sinks": ints(0, 0, 0, 0)}, "sinks: must be a float dtype, got int32"),
     ("sinks size", {"sinks": np.array([0, 0, 3e38, 0])}, r"sinks\[2\]: must be at most 1\.179e\+38, got 3e\+38"),
     ("sinks inf", {"sinks": np.array([0, 0, 0, np.inf], BF16)}, r"sinks\[3\]: must be at most 1\.179e\+38, got inf"),
+    ("sinks nan", {"sinks": np.array([0, np.nan, 0, 0], np.float16)}, r"sinks\[1\]: must be a number, got nan\."),
+    ("k_scale nan", {"k_scale": np.full((2, 1), np.nan)}, r"k_scale\[0, 0\]: must be a number, got nan\."),
+    ("v_scale nan", {"v_scale": np.array([np.nan], BF16)}, r"v_scale\[0\]: must be a number, got nan\."),
     (
         "k_scale size",
         {"k_scale": np.full((2, 1), -1e300)},
@@ -162,6 +165,11 @@ PAGED_RULES = [
         "slopes size",
         {"alibi_slopes": np.array([0, -1e39, 0, 0])},
         r"alibi_slopes\[1\]: must be at most 1\.179e\+38 in size, got -1e\+39",
+    ),
+    (
+        "slopes nan",
+        {"alibi_slopes": np.array([0, 0, 0, np.nan])},
+        r"alibi_slopes\[3\]: must be a number, got nan\.",
     ),
     ("cap inf", {"logits_soft_cap": float("inf")}, "logits_soft_cap: must be a finite number, got inf"),
     ("mask type", {"attn_mask": [True]}, "attn_mask: must be a NumPy or CuPy array, got list"),
