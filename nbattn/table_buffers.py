@@ -64,7 +64,7 @@ class TableBuffers:
         return max(level[f"{ARGUMENTS[2]}[{i}]"].size for i, level in enumerate(self.levels))
 
     def check_room(self, metadata: Sequence[Sequence[Array]]) -> None:
-        """Refuse metadata that cannot be filled in: qo_indptr, kv_indptr, kv_indices, kv_last_page_len of each level."""
+        """Refuse what cannot be filled in: for each level qo_indptr, kv_indptr, kv_indices, kv_last_page_len."""
         for number, (buffers, arrays) in enumerate(zip(self.levels, metadata, strict=True)):
             for (name, buffer), x in zip(buffers.items(), arrays, strict=True):
                 _require_writable(name, buffer)  # it may have become read-only

@@ -9,6 +9,7 @@ from engine_calls import (
     DIM,
     DIM_VO,
     HEADS,
+    KV_HEADS,
     ROWS,
     SENTINEL,
     cache,
@@ -80,6 +81,7 @@ COMMON_RULES = [
     ("scale nan", {"sm_scale": float("nan")}, "sm_scale: must be a finite number, got nan"),
     ("scale bool", {"sm_scale": True}, "sm_scale: must be a finite number, got True"),
     ("scale of no float32", {"sm_scale": 3e38}, r"sm_scale: must be at most 1\.179e\+38 in size, got 3e\+38"),
+    ("lse wanted by an int", {"return_lse": 1}, "return_lse: must be a bool, got 1"),
     ("lse wanted by an array", {"return_lse": np.array([True, False])}, "return_lse: must be a bool, got array"),
     ("sinks list", {"sinks": [0.0] * 4}, "sinks: must be a NumPy or CuPy array, got list"),
     ("sinks length", {"sinks": zeros(3)}, r"sinks: must be \[4\] \(num_qo_heads\), got shape \(3,\)"),
@@ -125,6 +127,7 @@ COMMON_RULES = [
     ),
     ("out dtype 64", {"out_dtype": "float64"}, "out_dtype: must be one of .* or q's dtype, got float64"),
     ("out dtype name", {"out_dtype": "float7"}, "out_dtype: must name a NumPy or ml_dtypes type, got 'float7'"),
+    ("out dtype list", {"out_dtype": "(2,"}, r"out_dtype: must name a NumPy or ml_dtypes type, got '\(2,'"),
     ("out type", {"out": [0.0]}, "out: must be a NumPy or CuPy array, got list"),
     (
         "out shape",
@@ -243,6 +246,7 @@ def named(rules):
 CAUSAL_RULES = [
     ("causal array", {"causal": np.array([True, False])}, "causal: must be a bool, got array"),
     ("causal None", {"causal": None}, "causal: must be a bool, got None"),
+    ("causal int", {"causal": 1}, "causal: must be a bool, got 1"),
 ]
 
 
@@ -328,7 +332,7 @@ SECOND_RULES = [
         Level(cache(), ints(0, 3, 5), causal=np.array([True, False])),
         r"levels\[1\]\.causal: must be a bool, got array",
     ),
-    ("no cache", Level(zeros(1)), "kv: must be a PagedKV, got ndarray"),
+    ("no cache", Level(zeros(1)), r"levels\[1\]\.kv: must be a PagedKV, got ndarray"),
 ]
 
 
@@ -342,6 +346,66 @@ def test_cascade_attention_needs_levels(levels):
     arguments = cascading()
     arguments["levels"] = levels
     refuse(nbattn.cascade_attention, arguments, ContractError, "levels: must be a non-empty list of Level, got ")
+
+
+def test_a_cascade_of_one_level_names_its_cache():
+    message = r"levels\[0\]\.kv: must be a PagedKV, got NoneType"
+    refuse(nbattn.cascade_attention, cascading(levels=[Level(None)]), ContractError, message)
+
+
+def other_arrays(x):
+    return [np.ma.array(x), *([np.matrix(x)] if x.ndim == 2 else [])]
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+@pytest.mark.parametrize(
+    "name",
+    ["q", "qo_indptr", "sinks", "attn_mask", "alibi_slopes", "k_scale", "v_scale", "kv_start", "q_positions", "out"],
+)
+def test_masked_arrays_and_matrices_are_no_arrays(name):
+    x = {
+        "q": zeros(ROWS, HEADS, DIM), "qo_indptr": ints(0, 3, 5), "sinks": zeros(HEADS), "attn_mask": zeros(3, 9),
+        "alibi_slopes": zeros(HEADS), "k_scale": zeros(2, DIM), "v_scale": zeros(2, DIM_VO), "kv_start": ints(0, 0),
+        "q_positions": np.arange(ROWS), "out": results()["out"],
+    }[name]  # fmt: skip
+    base_works(nbattn.paged_attention, paged(**{name: x.copy()}))
+    for other in other_arrays(x):
+        rule = rf"{name}: must be a NumPy or CuPy array, got {type(other).__name__}\. Pass numpy\.asarray\({name}\)"
+        refuse(nbattn.paged_attention, paged(**{name: other}), ContractError, rule)
+
+
+def test_masked_caches_and_lists_are_no_arrays():
+    k, lens = zeros(2, 9, KV_HEADS, DIM), ints(9, 8)
+    for name, call in {
+        "k_cache": lambda: nbattn.PagedKV.from_slots(np.ma.array(k), k, lens),
+        "v_cache": lambda: nbattn.PagedKV.from_slots(k, np.ma.array(k), lens),
+        "kv_lens": lambda: nbattn.PagedKV.from_slots(k, k, np.ma.array(lens)),
+        "token_indices": lambda: nbattn.gather_attention(**gathering(token_indices=np.ma.zeros((ROWS, 3), np.int32))),
+    }.items():
+        with pytest.raises(ContractError, match=f"^{name}: must be a NumPy or CuPy array, got MaskedArray"):
+            call()
+
+
+def test_offsets_that_are_masked_do_not_pass_for_a_plans():
+    kv, q, offsets = cache(), zeros(ROWS, HEADS, DIM), ints(0, 3, 5)
+    plan = nbattn.plan(kv, offsets, num_qo_heads=HEADS)
+    nbattn.paged_attention(q, kv, offsets, plan=plan)
+    with pytest.raises(ContractError, match=r"^qo_indptr: must be a NumPy or CuPy array, got MaskedArray"):
+        nbattn.paged_attention(q, kv, np.ma.array(offsets), plan=plan)
+
+
+def test_memory_maps_and_other_plain_arrays_are_served(tmp_path):
+    class Plain(np.ndarray):
+        pass
+
+    lens, q = ints(9, 8), np.ones((2, HEADS, DIM), np.float32)
+    k = np.random.default_rng(0).standard_normal((2, 9, KV_HEADS, DIM)).astype(np.float32)
+    np.save(tmp_path / "k.npy", k)
+    mapped, want = np.load(tmp_path / "k.npy", mmap_mode="r"), None
+    for x, y in ((k, q), (mapped, q.view(Plain))):
+        got = nbattn.paged_attention(y, nbattn.PagedKV.from_slots(x, x, lens.view(type(y))))
+        want = got if want is None else want
+        np.testing.assert_array_equal(got, want)
 
 
 @named([*COMMON_RULES[:2], *PAGED_RULES[:6]])
@@ -361,6 +425,16 @@ def test_rope_refuses(name, value):
         ContractError, match=rf"^rope\.{name}: must be a positive finite number, got {re.escape(repr(value))}"
     ):
         Rope(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["theta", "scale"])
+def test_rope_refuses_bools_and_what_makes_angles_infinite(name):
+    with pytest.raises(ContractError, match=rf"^rope\.{name}: must be a positive finite number, got True"):
+        Rope(**{name: True})
+    with pytest.raises(ContractError, match=rf"^rope\.{name}: must be at least 1\.175e-38, got 1e-308"):
+        Rope(**{name: 1e-308})
+    far = {"kv_start": ints(0, 2**30), "q_positions": ints(2**30, 1, 2, 3, 4), "rope": Rope(2.0**-126, 2.0**-126)}
+    base_works(nbattn.paged_attention, paged(**far))
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, True, "2"])

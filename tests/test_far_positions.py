@@ -69,6 +69,9 @@ def test_a_size_that_no_int32_holds_is_the_largest(problem, name):
         plan = nbattn.plan(kv, num_qo_heads=2, **{name: size})
         got = nbattn.paged_attention(q, kv, plan=plan, **{name: size})
         np.testing.assert_array_equal(got, nbattn.paged_attention(q, kv))
+        if name != "split_size":
+            flat = oracle.paged_attention(q, kv)
+            np.testing.assert_array_equal(oracle.paged_attention(q, kv, **{name: size}), flat)
 
 
 @pytest.mark.parametrize("options", [{}, {"window_left": 2}, {"chunk_size": 5}])
