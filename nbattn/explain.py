@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nbattn.arrays import library_of
-from nbattn.errors import ContractError, PageTableError
+from nbattn.errors import ContractError, PageTableError, refuse_bool
 from nbattn.npz import read_npz
 from nbattn.page_tables import single_int
 
@@ -28,7 +28,7 @@ def explain(kv: PagedKV, request: int | None = None) -> str:
     """
     if request is None:
         return _summary(kv)
-    number = single_int("request", request)
+    number = single_int("request", refuse_bool("request", request))
     if not 0 <= number < kv.batch_size:
         raise ContractError(f"request: must be in 0..{kv.batch_size - 1}, got {number}.")
     return _picture(kv, number)

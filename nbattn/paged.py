@@ -220,6 +220,8 @@ def perform(
     if isinstance(levels, (list, tuple)) and levels and all(type(x) is Level for x in levels):
         fields = [(x.kv, x.qo_indptr, x.causal) for x in levels]
         again = _again(q, fields, plain, arrays, plan, out, lse)
+    if again is None:
+        contracts.check_level_caches(levels)
     return again or _first(q, levels, plain, arrays, plan, out, lse)
 
 

@@ -61,7 +61,7 @@ def test_a_request_out_of_range_is_refused(request_):
         example().explain(request_)
 
 
-@pytest.mark.parametrize("request_", ["1", 1.0, np.array([1, 2])])
+@pytest.mark.parametrize("request_", ["1", 1.0, True, np.array([True]), np.array([1, 2])])
 def test_a_request_that_is_no_integer_is_refused(request_):
     with pytest.raises(ContractError, match=r"^request: must be an integer or a one-element"):
         example().explain(request_)

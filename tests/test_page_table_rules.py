@@ -229,6 +229,10 @@ BROKEN_ARRAYS = {
         "kv_blocks: must be [pages, 2, layers, page_size, kv_heads, dim], got (7, 1, 3, 3, 2, 8).",
     ),
     "layer": (lambda: from_blocks(layer=3), "layer_idx: must be in 0..2 (layers of kv_blocks), got 3."),
+    "bool layer": (
+        lambda: from_blocks(layer=True),
+        "layer_idx: must be an integer or a one-element integer array, got True.",
+    ),
     "negative layer": (lambda: from_blocks(layer=-1), "layer_idx: must be in 0..2 (layers of kv_blocks), got -1."),
     "layer type": (
         lambda: from_blocks(layer=1.0),

@@ -141,6 +141,36 @@ def test_forks_and_chosen_numbers_of_threads():
     assert run(code).strip() == "left"
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_waits_for_the_compiler():
+    code = """
+        from numba.core.compiler_lock import global_compiler_lock as lock
+        began, may_end = threading.Event(), threading.Event()
+
+        def compile():
+            with lock:
+                began.set()
+                may_end.wait(1)
+
+        compiler = threading.Thread(target=compile)
+        compiler.start()
+        began.wait()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if lock._lock.acquire(timeout=3) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        compiler.join()
+        with lock:  # a thread that holds it may fork, and keeps it
+            if os.fork() == 0:
+                os._exit(0 if lock.is_locked() else 1)
+            assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+            assert lock.is_locked()
+        assert not lock.is_locked()
+        print("done")
+        """
+    assert run(code, WARM=False).strip() == "done"
+
+
 def test_the_environment_sets_the_default():
     for given, expected in (("3", 3), ("0", None), ("many", None)):
         code = "import nbattn; print(nbattn.get_num_threads())"

@@ -28,6 +28,8 @@ def test_kernels_of_a_dtype_are_there_afterwards():
         ({"families": None}, "families: must be among"),
         ({"families": (["merge_state"],)}, "families: must be among"),
         ({"head_dim": 64.0}, r"head_dim: must be an int, got 64\.0"),
+        ({"head_dim": 10**30}, "head_dim: must be at most 4194304, got 10"),
+        ({"head_dim": 2**20}, "head_dim: must be at most 524288 with 8 heads, got 1048576"),
         ({"target": "tpu"}, 'target: must be "cpu", "cuda" or "gpu"'),
     ],
 )
