@@ -25,7 +25,6 @@ from nbattn.cpu_ref.many_rows import (
     weigh_panels,
 )
 from nbattn.cpu_ref.number_formats import address_of, itemsize
-from nbattn.cpu_ref.packing import pack_queries
 from nbattn.cpu_ref.rules import rotate_keys
 from nbattn.cpu_ref.scratch import zeros
 from nbattn.cpu_ref.tags import constants, number_type
@@ -53,8 +52,10 @@ class ManyRows(NamedTuple):
     """Scratch of a task of many rows."""
 
     queries: np.ndarray  # number [rows, dim]: panels of packed queries
-    keys: np.ndarray  # number [PANEL_KEYS, dim]: packed, or rotated
+    keys: np.ndarray  # number [PANEL_KEYS, dim]: rotated, or without rows
+    packed: np.ndarray  # number [PANEL_KEYS, dim]: panels of packed keys
     values: np.ndarray  # number [dim / width * PANEL_KEYS, width]: panels of packed values
+    list: np.ndarray  # int64 [1, PANEL_KEYS]: where rotated keys lie
     places: Panels
 
 
@@ -107,11 +108,16 @@ def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
     def many(tile, kind, q, rotating, max_heads, dim, value_dim):
         number, width = number_type(kind), panel_constants(kind)[1]
         queries = zeros(number, q.shape[0], q.shape[1])
-        keys = zeros(number, PANEL_KEYS, q.shape[1] + SPARE_COLUMNS)
+        keys = zeros(number, PANEL_KEYS if rotating else 0, q.shape[1])
+        packed = zeros(number, PANEL_KEYS, q.shape[1])
         values = zeros(number, (value_dim + width - 1) // width * PANEL_KEYS, width)
         panel_bytes = PANEL_KEYS * values.strides[0]
-        places = address_of(queries), address_of(keys), keys.strides[0], address_of(values), panel_bytes
-        return ManyRows(queries, keys, values, Panels(*places))
+        rows = zeros(np.int64, 1, PANEL_KEYS)
+        for j in range(PANEL_KEYS):
+            rows[0, j] = address_of(keys) + j * keys.strides[0]
+        places = Panels(address_of(queries), address_of(packed), packed.strides[0], address_of(rows),
+                        address_of(values), panel_bytes)  # fmt: skip
+        return ManyRows(queries, keys, packed, values, rows, places)
 
     return few if tile.tag == "few" else many
 
@@ -140,8 +146,8 @@ def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads
         return scratch.places.queries, 0
 
     def many_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
-        if rotating:
-            pack_queries(number_kind, address_of(q), q.strides[0], heads * rows, dim, scratch.places.queries)
+        if rotating:  # keys are rotated in the arithmetic type
+            pack_query_panels(number_kind, q, heads * rows, dim, scratch.places.queries)
         else:
             pack_query_panels(kind, q, heads * rows, dim, scratch.places.queries)
             pack_key_share(kind, scratch.places, Listed(key_rows, n), dim, 0, 1)
@@ -209,6 +215,7 @@ def _score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, o
         else:
             rotate_keys(kind, rules, rotated, keys.rows, PANEL_KEYS, 1, block.head_begin, keys.head_stride, size, dim,
                         block.turn, block.n)  # fmt: skip
+            pack_key_share(number_kind, places, Listed(places.rotated, block.n), dim, 0, 1)
             score_panels(number_kind, kind, places, rows, seen_of(block), dim, scale, address_of(s),
                          s.strides[0], Listed(values.rows, block.n), value_dim, Listed(0, 0))  # fmt: skip
 

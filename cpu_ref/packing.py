@@ -6,9 +6,10 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
+from nbattn.cpu_ref.cpu import REGISTER_BYTES
 from nbattn.cpu_ref.lanes import Lanes, uses_dot
 from nbattn.cpu_ref.number_formats import I32, I64, itemsize
-from nbattn.cpu_ref.tiles import LINE_BYTES, PANEL_VECTORS, panel_width, shared_numbers
+from nbattn.cpu_ref.tiles import LINE_BYTES, PANEL_VECTORS, panel_height, panel_width, shared_numbers
 
 _BYTES = types.int64
 
@@ -66,25 +67,30 @@ pack_query_tile_4, pack_query_tile_1 = _pack_query_tile(4), _pack_query_tile(1)
 
 
 @intrinsic
-def pack_keys(typingctx, kind, rows, n, dim, block, stride):
-    """``block[j, :dim] = k[j]`` for ``j < n``, widened, or as it is if the kind `uses_dot`; 0 up to whole vectors.
+def pack_keys(typingctx, kind, rows, begin, end, dim, panels, key_bytes):
+    """``panels[j // height, d // lanes, j % height, d % lanes] = k[j, d]`` for ``begin <= j < end``.
 
-    Row j of K starts at ``rows[j]``.
+    Vectors of `panel_height` keys lie side by side, so that a product finds its numbers at constant distances. Numbers
+    are widened, or stay as they are if the kind `uses_dot`, and are 0 up to whole vectors. Row j of K starts at
+    ``rows[j]``; `key_bytes` are a packed key's.
     """
 
     def codegen(context, builder, sig, args):
-        _, rows, n, dim, block, stride = args
+        _, rows, begin, end, dim, panels, key_bytes = args
         lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
         load, load_up_to = lanes.load_cache, lanes.load_cache_up_to
         if lanes.dot:
             load, load_up_to = lanes.load_words, lanes.load_words_up_to
-        with lanes.loop(0, n, 1) as (j, _):
+        height = panel_height()
+        with lanes.loop(begin, end, 1) as (j, _):
             source = lanes.load_as(I64, lanes.add(rows, lanes.mul(j, 8)), 8)
-            target = lanes.add(block, lanes.mul(stride, j))
+            inside = builder.urem(j, lanes.const(height))
+            target = lanes.add(panels, lanes.mul(key_bytes, builder.sub(j, inside)))
+            target = lanes.add(target, lanes.mul(inside, REGISTER_BYTES))
 
             def copy(d, load_here, source=source, target=target):
                 value = load_here(lanes.add(source, lanes.mul(d, itemsize(kind.tag))))
-                lanes.store(value, lanes.add(target, lanes.mul(d, lanes.query_bytes)))
+                lanes.store(value, lanes.add(target, lanes.mul(d, height * lanes.query_bytes)))
 
             whole = builder.and_(dim, lanes.const(-lanes.step))
             with lanes.loop(0, whole, lanes.step) as (d, _):
@@ -94,7 +100,7 @@ def pack_keys(typingctx, kind, rows, n, dim, block, stride):
                 copy(d, lambda address: load_up_to(address, left))
         return context.get_dummy_value()
 
-    return types.void(kind, *[_BYTES] * 5), codegen
+    return types.void(kind, *[_BYTES] * 6), codegen
 
 
 @intrinsic

@@ -10,6 +10,7 @@ All addresses and strides are in bytes. Each operation gives its meaning in NumP
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import chain
 
 import llvmlite.ir as ir
@@ -24,6 +25,7 @@ from nbattn.scoring import LOWEST, LOWEST_DOUBLE
 
 FOLD_KEYS = 512  # after which running sums are folded into totals: equal weights round alike, sums would drift
 KEYS = 16  # keys of a block: 64 of them overflow L2 together with the prefetched next block
+PANEL_STEPS = 4  # along the head dimension that a score panel takes in a row, without counting or finding places
 PANEL_VECTORS = 2  # of a panel: `panel_height` times as many sums, the panel and a broadcast fill the registers
 SHARED_TILE_KEYS = 4  # of a score tile whose rows share vectors: two vectors of sums each
 UNROLLED_KEYS = 2 if REGISTER_BYTES == 32 else 1  # of a value tile
@@ -264,33 +266,46 @@ def panel_width(kind: str) -> int:
     return PANEL_VECTORS * lane_count(kind)
 
 
-def _panel_sums(lanes: Lanes, a, a_row, a_step, panel, panel_step, steps) -> list[list]:
-    """Return ``sum_k a[i, k] * panel[k, :]`` for `panel_height` rows i: numbers, or with `dot` pairs of them."""
-    rows = [lanes.add(a, lanes.mul(a_row, i)) for i in range(panel_height())]
-    sums = [[lanes.variable(lanes.splat(0.0)) for _ in range(PANEL_VECTORS)] for _ in rows]
-    with lanes.loop(0, steps, 1) as (k, _):
-        here = lanes.add(panel, lanes.mul(panel_step, k))
-        vectors = [lanes.load_query(lanes.add(here, t * lanes.count * lanes.bytes)) for t in range(PANEL_VECTORS)]
-        inside = lanes.mul(a_step, k)
-        for row, row_sums in zip(rows, sums, strict=True):
-            factor = lanes.load_weight(lanes.add(row, inside))
-            for vector, total in zip(vectors, row_sums, strict=True):
-                lanes.builder.store(lanes.multiply_add(factor, vector, lanes.read(total)), total)
+def _panel_sums(lanes: Lanes, place_of: Callable, row_bytes: int, at_once: int, panel, steps) -> list[list]:
+    """Return ``sum_k a[i, k] * panel[k, :]`` for `panel_height` rows i: numbers, or with `dot` pairs of them.
+
+    Steps k are taken `at_once`, from a multiple of that on: ``a[i, k + u]`` lies at ``place_of(k)``, plus `row_bytes`
+    for each i and a number for each u.
+    """
+    sums = [[lanes.variable(lanes.splat(0.0)) for _ in range(PANEL_VECTORS)] for _ in range(panel_height())]
+    vector_bytes = lanes.count * lanes.bytes
+    with lanes.loop(0, steps, at_once) as (k, _):
+        here, place = lanes.add(panel, lanes.mul(k, PANEL_VECTORS * vector_bytes)), place_of(k)
+        for u in range(at_once):
+            lines = [lanes.add(here, (u * PANEL_VECTORS + t) * vector_bytes) for t in range(PANEL_VECTORS)]
+            vectors = [lanes.load_query(line) for line in lines]
+            for i, row_sums in enumerate(sums):
+                factor = lanes.load_weight(lanes.add(place, i * row_bytes + u * lanes.bytes))
+                for vector, total in zip(vectors, row_sums, strict=True):
+                    lanes.builder.store(lanes.multiply_add(factor, vector, lanes.read(total)), total)
     return [[lanes.read(total) for total in row_sums] for row_sums in sums]
 
 
+def key_place(lanes: Lanes, panel, step):
+    """Return where a panel of `pack_keys` has numbers (or pairs) of its first key, from `step` on up to a vector."""
+    inside = lanes.builder.and_(step, lanes.const(lanes.count - 1))
+    vectors = lanes.mul(lanes.builder.sub(step, inside), panel_height() * lanes.bytes)
+    return lanes.add(lanes.add(panel, vectors), lanes.mul(inside, lanes.bytes))
+
+
 @intrinsic
-def score_panel(typingctx, kind, k, k_stride, q, steps, scale, s, s_stride):
+def score_panel(typingctx, kind, k, q, steps, scale, s, s_stride):
     """``s[j, :panel_width] = scale * k[j] @ q[:, :panel_width]`` for ``j < panel_height``.
 
-    `q` is a panel of `pack_queries`, k rows of `pack_keys`; `steps` is the head size, or half of it with `uses_dot`.
+    `q` is a panel of `pack_queries`, k one of `pack_keys`; `steps` is the head size, or half of it with `uses_dot`,
+    rounded up to `PANEL_STEPS`.
     """
 
     def codegen(context, builder, sig, args):
-        _, k, k_stride, q, steps, scale, s, s_stride = args
+        _, k, q, steps, scale, s, s_stride = args
         lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
-        number, factor = lanes.const(lanes.bytes), lanes.splat(scale)
-        sums = _panel_sums(lanes, k, k_stride, number, q, lanes.const(panel_width(kind.tag) * lanes.bytes), steps)
+        factor = lanes.splat(scale)
+        sums = _panel_sums(lanes, lambda step: key_place(lanes, k, step), REGISTER_BYTES, PANEL_STEPS, q, steps)
         for j, row_sums in enumerate(sums):
             for t, total in enumerate(row_sums):
                 place = lanes.add(lanes.mul(s_stride, j), t * lanes.count * lanes.bytes)
@@ -298,7 +313,7 @@ def score_panel(typingctx, kind, k, k_stride, q, steps, scale, s, s_stride):
         return context.get_dummy_value()
 
     number = types.float64 if kind.tag == "float64" else types.float32
-    return types.void(kind, *[_BYTES] * 4, number, *[_BYTES] * 2), codegen
+    return types.void(kind, *[_BYTES] * 3, number, *[_BYTES] * 2), codegen
 
 
 @intrinsic
@@ -315,8 +330,7 @@ def value_panel(typingctx, kind, p, p_stride, v, steps, alpha, acc, acc_stride):
         for row in rows:  # used after the sums
             for place in range(0, panel_width(kind.tag) * lanes.bytes, LINE_BYTES):
                 lanes.prefetch(lanes.add(row, place), TO_L1)
-        step = lanes.const(panel_width(kind.tag) * lanes.bytes)
-        sums = _panel_sums(lanes, p, lanes.const(lanes.bytes), p_stride, v, step, steps)
+        sums = _panel_sums(lanes, lambda step: lanes.add(p, lanes.mul(p_stride, step)), lanes.bytes, 1, v, steps)
         for i, row_sums in enumerate(sums):
             factor = lanes.load_splat(lanes.add(alpha, i * lanes.bytes))
             for t, total in enumerate(row_sums):
