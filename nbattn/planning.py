@@ -150,8 +150,8 @@ class Plan:
         if causal != self.rules.causal:  # calls are held to the plan's rules, not to its work list
             raise ContractError(f"Plan.update: must keep the levels' causal {self.rules.causal}, got {causal}.")
         before, call = (self.lengths, self.places, self.work_list, self.given), self.last_call
-        self._fill(levels, start, positions)
         try:
+            self._fill(levels, start, positions)
             self._check_room(levels)
             if self.on_target is not None:
                 self.on_target.refill(self, levels)

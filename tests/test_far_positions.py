@@ -53,6 +53,17 @@ def test_keys_that_end_beyond_int32_are_refused(rows):
     assert (out == 7).all()
 
 
+def test_an_update_whose_keys_end_beyond_int32_leaves_the_plan_alone():
+    kv, far, q = long(5), long(2**30 + 4), np.ones((1, 1, 2), np.float32)
+    one = {"k_scale": 1.0, "v_scale": 1.0, "window_left": 3}
+    plan = nbattn.plan(kv, num_qo_heads=1, window_left=3, max_kv_len=2**30 + 4)
+    with pytest.raises(nbattn.ContractError, match=r"^kv_start\[0\]: must be at most"):
+        plan.update(far, kv_start=np.array([2**30]))
+    assert (nbattn.paged_attention(q, kv, plan=plan, **one) == 1).all()
+    with pytest.raises(nbattn.ContractError, match="^plan: must be made for this call's lengths"):
+        nbattn.paged_attention(q, far, plan=plan, **one)
+
+
 def test_levels_whose_keys_no_int32_counts_are_refused():
     levels = [nbattn.Level(long(2**30)), nbattn.Level(long(2**30), causal=True)]
     one = {"k_scale": 1.0, "v_scale": 1.0, "window_left": 3}
