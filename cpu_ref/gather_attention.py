@@ -125,7 +125,7 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
         while n > 0:
             n_next, here = _find_tokens(coming, level, tokens, here, end, page_begin, kv_len)
             after = coming if n_next > 0 else now
-            score_heads(kind, operand[0], operand[1], heads, group, now, k_head, queries.dim, queries.scale,
+            score_heads(kind, operand, heads, group, now, k_head, queries.dim, queries.scale,
                         address_of(s), s.strides[0], now, k_head, v_head, level[K_SLOT], idle)  # fmt: skip
             softmax_block(kind, address_of(s), s.strides[0], n, padded(num_rows), address_of(m), address_of(d_sum),
                           address_of(alpha))  # fmt: skip
