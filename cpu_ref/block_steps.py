@@ -125,7 +125,7 @@ def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
 def prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
     """Bring `q`, `rows` of each head, and the first block's `n` keys into the form that scores are computed from.
 
-    Returns address and stride of the rows; of many rows the address of their panels.
+    Returns what `query_operand` does; of many rows the address of their panels.
     """
     raise NotImplementedError("compiled code only")
 
@@ -143,7 +143,7 @@ def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads
     def many(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
         pack_query_panels(kind, q, heads * rows, dim, scratch.places.queries)
         pack_key_share(kind, scratch.places, Listed(key_rows, n), dim, 0, 1)
-        return scratch.places.queries, 0
+        return scratch.places.queries, 0, 0
 
     def many_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
         if rotating:  # keys are rotated in the arithmetic type
@@ -151,7 +151,7 @@ def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads
         else:
             pack_query_panels(kind, q, heads * rows, dim, scratch.places.queries)
             pack_key_share(kind, scratch.places, Listed(key_rows, n), dim, 0, 1)
-        return scratch.places.queries, 0
+        return scratch.places.queries, 0, 0
 
     if tile.tag == "few":
         return few if rule_tag.tag == "plain" else few_full
@@ -185,20 +185,20 @@ def _score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, o
 
     def few(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
             scale, s, values, value_dim):  # fmt: skip
-        score_heads(kind, operand[0], operand[1], heads, rows, keys.rows, keys.head_stride, dim, scale, address_of(s),
+        score_heads(kind, operand, heads, rows, keys.rows, keys.head_stride, dim, scale, address_of(s),
                     s.strides[0], keys.rows, keys.head_stride, values.head_stride, keys.slot_stride,
                     places.idle)  # fmt: skip
 
     def few_full(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
                  scale, s, values, value_dim):  # fmt: skip
         if rules.cos == 0:
-            score_heads(kind, operand[0], operand[1], heads, rows, keys.rows, keys.head_stride, dim, scale,
+            score_heads(kind, operand, heads, rows, keys.rows, keys.head_stride, dim, scale,
                         address_of(s), s.strides[0], keys.rows, keys.head_stride, values.head_stride,
                         keys.slot_stride, places.idle)  # fmt: skip
         else:
             rotate_keys(kind, rules, rotated, keys.rows, KEYS, heads, block.head_begin, keys.head_stride, size, dim,
                         block.turn, block.n)  # fmt: skip
-            score_heads(number_kind, operand[0], operand[1], heads, rows, places.rotated,
+            score_heads(number_kind, operand, heads, rows, places.rotated,
                         KEYS * places.rotated_bytes, dim, scale, address_of(s), s.strides[0], keys.rows,
                         keys.head_stride, values.head_stride, keys.slot_stride, places.idle)  # fmt: skip
 

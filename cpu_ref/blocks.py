@@ -46,12 +46,6 @@ def _tile_constants(kind):
     return lane_count(kind), 8 if kind == "float64" else 4, tile_keys(kind), row_tile_keys(kind)
 
 
-@constants
-def _shares(kind):
-    """Return whether score tiles take their rows as `pack_query_tile_4` makes them, as a tuple of one number."""
-    return (int(shares_keys(kind)),)
-
-
 @part
 def tokens_within(slot_stride, size, least):
     """Return how many tokens of a block, a divisor of `KEYS`, reach no further in memory than `size` bytes."""
@@ -84,15 +78,16 @@ def later_rows(listed, stride, stride_behind, slot_stride, heads, place, distanc
 
 
 @inlined
-def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, scale, s, s_stride, listed,
-                k_ahead, v_ahead, slot_stride, idle):  # fmt: skip
+def score_heads(kind, operand, heads, rows, key_rows, k_head_stride, dim, scale, s, s_stride, listed, k_ahead, v_ahead,
+                slot_stride, idle):  # fmt: skip
     """Fill ``s[j, row]`` with ``scale * q[row] @ k[j]`` for the `KEYS` keys of a block and all packed rows.
 
-    `q` is what `query_operand` returns. `listed` lists the `KEYS` cached rows of K and, behind them, of V, which are
-    prefetched meanwhile; `k_ahead` and `v_ahead` are their strides from head to head. `idle` lists `KEYS` places where
-    a prefetch costs nothing.
+    `operand` is what `query_operand` returns. `listed` lists the `KEYS` cached rows of K and, behind them, of V, which
+    are prefetched meanwhile; `k_ahead` and `v_ahead` are their strides from head to head. `idle` lists `KEYS` places
+    where a prefetch costs nothing.
     """
     lanes, size, step, row_step = _tile_constants(kind)
+    q, q_stride, q_head_stride = operand
     of_heads = heads // 4 * 4 if rows == 1 else 0  # those that are taken four at once, with a row each
     distance = tokens_within(slot_stride, LATER_BYTES, LEAST_AHEAD)
     place = np.int64(0), np.int64(0)
@@ -108,7 +103,6 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, sc
                                      k_head_stride, dim, scale, s + j * s_stride + head * size, s_stride,
                                      listed + 8 * (j + soon), head * ahead_stride, later)  # fmt: skip
     together = tokens_within(slot_stride, SPAN_BYTES, row_step) if rows > 1 else KEYS
-    q_head_stride = operand_rows(kind, rows) * q_stride
     for begin in range(0, KEYS, together):
         ahead_stride = k_ahead if begin + together < KEYS else v_ahead
         for head in range(of_heads, heads):
@@ -185,14 +179,6 @@ def padded(n):
     return (n + ROW_MULTIPLE - 1) // ROW_MULTIPLE * ROW_MULTIPLE
 
 
-@part
-def operand_rows(kind, rows):
-    """Return how many rows `query_operand` makes of a head's: two or three behind the last four count as four."""
-    if _shares(kind)[0] == 0 or rows % 4 < 2:
-        return rows
-    return (rows + 3) // 4 * 4
-
-
 def query_room(kind, rows, heads, dim):
     """Return the array that `query_operand` fills, zeros; without rows if scores are computed from `q` itself."""
     raise NotImplementedError("compiled code only")
@@ -208,7 +194,10 @@ def _query_room(kind, rows, heads, dim):
 
 
 def query_operand(kind, q, room, heads, rows, dim):
-    """Return address and stride of `q`, `rows` of each head, as the score tiles of a cache kind take them."""
+    """Bring `q`, `rows` of each head, into the form that the score tiles of a cache kind take.
+
+    Returns its address and its strides from row to row and from head to head.
+    """
     raise NotImplementedError("compiled code only")
 
 
@@ -217,25 +206,24 @@ def _query_operand(kind, q, room, heads, rows, dim):
     def rounded(kind, q, room, heads, rows, dim):
         for row in range(heads * rows):
             narrow_bfloat16(kind, address_of(q[row]), address_of(room[row]), padded(dim))
-        return address_of(room), room.strides[0]
+        return address_of(room), room.strides[0], rows * room.strides[0]
 
     def shared(kind, q, room, heads, rows, dim):
         keep_short()
-        stride, tile = q.strides[0], address_of(room)
+        stride, head_stride = q.strides[0], rows * q.strides[0]
+        if rows % 4 > 1:  # two or three rows have a tile of four
+            head_stride += (4 - rows % 4) * stride
         for head in range(heads):
-            done = 0
-            while done < rows:
-                first, count = address_of(q) + (head * rows + done) * stride, 1
+            source, tile = address_of(q) + head * rows * stride, address_of(room) + head * head_stride
+            for done in range(0, rows, 4):
                 if rows - done > 1:
-                    pack_query_tile_4(kind, first, stride, padded(dim), tile)
-                    count = 4
+                    pack_query_tile_4(kind, source + done * stride, stride, padded(dim), tile + done * stride)
                 else:
-                    pack_query_tile_1(kind, first, stride, padded(dim), tile)
-                done, tile = done + count, tile + count * stride
-        return address_of(room), stride
+                    pack_query_tile_1(kind, source + done * stride, stride, padded(dim), tile + done * stride)
+        return address_of(room), stride, head_stride
 
     def as_it_is(kind, q, room, heads, rows, dim):
-        return address_of(q), q.strides[0]
+        return address_of(q), q.strides[0], rows * q.strides[0]
 
     if uses_dot(kind.tag):
         return rounded

@@ -138,7 +138,7 @@ def gather_worker(record, kind):
         while n > 0:
             n_next, here = _find_tokens(coming, level, tokens, here, end, page_begin, kv_len)
             after = coming if n_next > 0 else now
-            score_heads(kind, operand[0], operand[1], heads, group, now, level.k_head, queries.dim, scale,
+            score_heads(kind, operand, heads, group, now, level.k_head, queries.dim, scale,
                         address_of(s), s.strides[0], now, level.k_head, level.v_head, level.k_slot, idle)  # fmt: skip
             softmax_block(kind, address_of(s), s.strides[0], n, padded(num_rows), address_of(m), address_of(d_sum),
                           address_of(alpha))  # fmt: skip

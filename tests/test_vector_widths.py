@@ -50,7 +50,7 @@ def scores(kind, q, heads, rows, dim, listed, head_stride, slot_stride, scale, s
     room = query_room(kind, heads * rows + 4, heads, dim)
     for _ in range(1):  # in which the room stays alive
         operand = query_operand(kind, q, room, heads, rows, dim)
-        score_heads(kind, operand[0], operand[1], heads, rows, address_of(listed), head_stride, dim, scale,
+        score_heads(kind, operand, heads, rows, address_of(listed), head_stride, dim, scale,
                     address_of(s), s.strides[0], address_of(listed), head_stride, head_stride, slot_stride,
                     address_of(listed))
     return room.shape[0]
