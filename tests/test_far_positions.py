@@ -60,7 +60,7 @@ def test_an_update_whose_keys_end_beyond_int32_leaves_the_plan_alone():
     with pytest.raises(nbattn.ContractError, match=r"^kv_start\[0\]: must be at most"):
         plan.update(far, kv_start=np.array([2**30]))
     assert (nbattn.paged_attention(q, kv, plan=plan, **one) == 1).all()
-    with pytest.raises(nbattn.ContractError, match="^plan: must be made for this call's lengths"):
+    with pytest.raises(nbattn.ContractError, match=r"^plan: must be made for this call's lengths"):
         nbattn.paged_attention(q, far, plan=plan, **one)
 
 
