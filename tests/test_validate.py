@@ -258,6 +258,11 @@ def test_bfloat16_and_fp8_come_as_bytes(tmp_path):
     assert validate.main(save(tmp_path, arrays)) == 0
     arrays.update(q=q, out=out)  # saved as they are, NumPy makes them void
     assert validate.main(save(tmp_path, arrays)) == 0
+    for name, key in (("q", "q_dtype"), ("k_cache", "kv_dtype"), ("out", "out_dtype")):
+        for x in (raw[name], raw[name].view(f"V{raw[name].itemsize}")):
+            message = f"^{name}: must be a float dtype.*, got .*: name the type in {key}.$"
+            with pytest.raises(ContractError, match=message):
+                external.check_tensors({**{k: v for k, v in arrays.items() if k != key}, name: x})
 
 
 @pytest.mark.parametrize(
@@ -268,14 +273,16 @@ def test_bfloat16_and_fp8_come_as_bytes(tmp_path):
         ({"v_cache": None}, "v_cache: must be in the file"),
         ({"kv_indices": None}, "kv_indices: must be in the file .a CSR page table has"),
         ({"kv_indptr": None}, "kv_lens: must be in the file"),
-        ({"windw_left": np.array(3)}, "windw_left: must be a known key"),
+        ({"windw_left": np.array(3)}, r"windw_left: must be a known key .* Did you mean window_left\?$"),
+        ({"counts": np.zeros(2, np.int32)}, r"counts: must be a known key of this kind of file, .* the others\.$"),
+        ({"kv_indices": None, "kv_index": np.zeros(3)}, r"kv_indices: must be in .* Did you mean kv_index\?$"),
         ({"token_indices": np.zeros((2, 1), np.int32)}, "counts: must be in the file"),
         ({"kv_last_page_len": np.array([9, 1])}, r"kv_last_page_len\[0\]: must be in 1\.\.8"),
         ({"out": np.zeros((2, 6, 8), np.float32)}, r"out: must have the shape \(2, 6, 16\), got \(2, 6, 8\)"),
-        (
-            {"q": np.zeros((2, 6, 16), ml_dtypes.bfloat16).view("V2")},
-            "q_dtype: must be in the file, since q holds 2-byte",
-        ),
+        ({"out": np.zeros((2, 6, 16), np.int64)}, "out: must be a float dtype, got int64"),
+        ({"out_dtype": np.array("int64"), "out": np.zeros((2, 6, 16), np.int64)}, "out: must be a float dtype, got"),
+        ({"out": np.float32(0)}, r"out: must have the shape \(2, 6, 16\), got \(\)"),
+        ({"lse": np.zeros((2, 6), np.uint16)}, r"lse: must be a float dtype, got uint16\. Save it as float32"),
         ({"q_dtype": np.array("float8_e5m2")}, "q: must hold the bytes of float8_e5m2 as q_dtype says, got float32"),
         ({"q_dtype": np.array("float7")}, "q_dtype: must name a NumPy or ml_dtypes type, got 'float7'"),
         ({"sinks": np.zeros(5, np.float32)}, r"sinks: must be \[6\]"),
