@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from nbattn import oracle
+from nbattn import gather, oracle, paged
 from nbattn.arrays import dtype_from_name, is_float
 from nbattn.errors import ContractError
 from nbattn.kv_cache import PagedKV
 from nbattn.npz import read_npz
+from nbattn.problem import ArrayOptions, Level, PlainOptions, Rope
 from nbattn.testing import Comparison, compare, expect
 
 HELP = """\
@@ -158,9 +159,10 @@ def check_tensors(arrays: dict[str, np.ndarray]) -> list[Comparison]:
     out, lse = tensors.need("out", "what the kernel returned"), tensors.get("lse")
     qo_indptr = tensors.get("qo_indptr")
     definition: Callable[..., Any] = oracle.paged_attention
+    check: Callable[..., Any] = _check_paged
     args: list[Any] = [q, kv, qo_indptr]
     if "token_indices" in tensors:
-        definition = oracle.gather_attention
+        definition, check = oracle.gather_attention, gather.checked_problem
         lists = [tensors.need(name, "a gather has token_indices and counts") for name in ("token_indices", "counts")]
         args = [q, kv, *lists, qo_indptr]
         options = tensors.options(GATHER_OPTIONS)
@@ -170,7 +172,7 @@ def check_tensors(arrays: dict[str, np.ndarray]) -> list[Comparison]:
         if rope:
             options["rope"] = oracle.Rope(rope.get("rope_theta", 1e4), rope.get("rope_scale", 1.0))
     tensors.check_all_used()
-    _refuse_what_the_library_refuses(definition.__name__, args, options)
+    check(*args, **options)  # as a call of the library: the oracle has no rules
     expected = expect(definition, *args, out_dtype=out.dtype, **options)
     results = [_same_shape("out", out, expected.out, expected.out_budget)]
     if lse is not None:
@@ -184,13 +186,10 @@ def _same_shape(name: str, actual: np.ndarray, expected: np.ndarray, budget: flo
     return compare(actual, expected, budget, name)
 
 
-def _refuse_what_the_library_refuses(function: str, args: list[Any], options: dict[str, Any]) -> None:
-    """Run the library's own checks, by its own function: the oracle has none."""
-    import nbattn
-
-    rope = options.get("rope")
-    given = {**options, "rope": nbattn.Rope(*rope)} if rope is not None else options
-    getattr(nbattn, function)(*args, **given)
+def _check_paged(q: Any, kv: PagedKV, qo_indptr: Any, *, causal: Any = True, rope: Any = None, **options: Any) -> None:
+    arrays = {name: options.pop(name) for name in ArrayOptions._fields if name in options}
+    plain = PlainOptions(rope=None if rope is None else Rope(*rope), **options)
+    paged.checked_problem(q, [Level(kv, qo_indptr, causal)], plain, ArrayOptions(**arrays))
 
 
 def check_file(path: Path) -> int:

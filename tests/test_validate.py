@@ -211,7 +211,9 @@ def test_right_tensors_pass_and_wrong_ones_fail(tmp_path, capsys):
     assert validate.main(save(tmp_path, tensors(window_left=np.array(2)))) == 1  # another function's result
 
 
-def test_other_caches_and_options():
+def test_other_caches_and_options(monkeypatch):
+    for run in ("run_paged", "run_gather"):  # rules and the definition alone: a kernel would take seconds to compile
+        monkeypatch.delattr(f"nbattn.cpu_ref.target.{run}")
     made = tensors()
     table, lens = np.array([[3, 0], [1, 9]]), np.array([13, 8])
     pair = np.stack([made["k_cache"], made["v_cache"]], 1)
@@ -286,6 +288,8 @@ def test_bfloat16_and_fp8_come_as_bytes(tmp_path):
         ({"q_dtype": np.array("float8_e5m2")}, "q: must hold the bytes of float8_e5m2 as q_dtype says, got float32"),
         ({"q_dtype": np.array("float7")}, "q_dtype: must name a NumPy or ml_dtypes type, got 'float7'"),
         ({"sinks": np.zeros(5, np.float32)}, r"sinks: must be \[6\]"),
+        ({"causal": np.array("no")}, "causal: must be a bool, got 'no'"),
+        ({"rope_theta": np.array(-1.0)}, r"rope\.theta: must be a positive finite number, got -1"),
     ],
 )
 def test_unusable_files_are_named(tmp_path, capsys, changes, message):
