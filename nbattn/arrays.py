@@ -164,6 +164,11 @@ def dtype_from_name(name: Any, argument: str = "dtype") -> np.dtype:
         raise ContractError(f"{argument}: must name a NumPy or ml_dtypes type, got {name!r}.") from error
 
 
+def is_float(dtype: np.dtype) -> bool:
+    """Return whether a dtype holds real floating-point numbers, those of ml_dtypes included."""
+    return dtype.kind == "f" or dtype in (BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)
+
+
 def accumulator_dtype(query_dtype: str) -> np.dtype:
     """Return the dtype in which scores, weights and states are kept: float64 for float64, else float32."""
     return _FLOAT64 if query_dtype == "float64" else _FLOAT32

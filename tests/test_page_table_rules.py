@@ -64,6 +64,25 @@ BROKEN_TABLES = {
         lambda: from_page_table(indptr=np.zeros(0, np.int32)),
         "kv_indptr: must hold at least the leading 0, got an empty array.",
     ),
+    "indptr is lengths": (
+        lambda: from_page_table(indptr=np.array([3, 2]), last=np.array([1, 1])),
+        "kv_indptr[0]: must be 0, got 3. It has one entry per request: offsets are a 0, then the running sums of the"
+        " page counts.",
+    ),
+    "indptr without its 0": (
+        lambda: from_page_table(indptr=np.array([3, 5]), last=np.array([1, 1])),
+        "kv_indptr[0]: must be 0, got 3. It has one entry per request: offsets are a 0, then the running sums of the"
+        " page counts.",
+    ),
+    "indptr and indices swapped": (
+        lambda: from_page_table(indptr=INDICES, indices=INDPTR),
+        "kv_indptr[0]: must be 0, got 6. kv_indptr and kv_indices look swapped.",
+    ),
+    "indices of one page swapped": (
+        lambda: from_page_table(indptr=np.zeros(5, int), indices=INDPTR),
+        "kv_last_page_len: must have 4 entries (one per request of kv_indptr), got 3."
+        " kv_indptr and kv_indices look swapped.",
+    ),
     "last_page_len count": (
         lambda: from_page_table(last=np.array([1, 1])),
         "kv_last_page_len: must have 3 entries (one per request of kv_indptr), got 2.",
@@ -341,8 +360,16 @@ def test_query_heads_tell_the_layout():
             nbattn.paged_attention(np.zeros((1, heads, DK), np.float32), kv)
         assert str(caught.value) == message.replace("got 4", f"got {heads}") + hint
     q = np.zeros((1, 4, DK), np.float32)
-    with pytest.raises(ContractError, match=r"heads, got 4\.$"):  # this operator has no kv_layout
-        nbattn.gqa_decode(q, HEADS_FIRST[:1], HEADS_FIRST[:1], np.array([2]))
+    for lens in (2, 12):  # this operator has no kv_layout
+        with pytest.raises(ContractError) as caught:
+            nbattn.gqa_decode(q, HEADS_FIRST[:1], HEADS_FIRST[:1], np.array([lens]))
+        assert str(caught.value) == (
+            "key_cache: must be [sequences, slots, num_kv_heads, head_dim], got (1, 2, 12, 8);"
+            " axes 1 and 2 look swapped: key_cache.swapaxes(1, 2)?"
+        )
+    for heads, lens in ((4, 13), (3, 2)):  # neither order fits
+        with pytest.raises(ContractError, match=r"^(lengths|query).*\.$"):
+            nbattn.gqa_decode(np.zeros((1, heads, DK), np.float32), HEADS_FIRST[:1], HEADS_FIRST[:1], np.array([lens]))
 
 
 BROKEN_PAGES = {
