@@ -45,7 +45,7 @@ if WARM:
 """
 
 EIGHT_THREADS = """
-errors, calls, end = [], [0] * 8, time.monotonic() + SECONDS
+errors, calls = [], [0] * 8
 
 def work(number):
     try:
@@ -83,6 +83,7 @@ threads += [threading.Thread(target=prange) for _ in range(PRANGE_THREADS)]
 """
 
 RUN = """
+end = time.monotonic() + SECONDS
 for thread in threads:
     thread.start()
 for thread in threads:
