@@ -25,8 +25,9 @@ from nbattn.cpu_ref.problem import Output, Pages, Queries
 from nbattn.cpu_ref.records import WORD_BYTES, column, read_record, words_before
 from nbattn.cpu_ref.rows import load_queries, store_rows
 from nbattn.cpu_ref.scratch import zeros
+from nbattn.cpu_ref.softmax_steps import FOLD_KEYS, fold_block, softmax_block
 from nbattn.cpu_ref.tags import number_type
-from nbattn.cpu_ref.tiles import FOLD_KEYS, KEYS, fold_block, softmax_block
+from nbattn.cpu_ref.tiles import KEYS
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import mapped_page, page_and_slot, selected_token
 from nbattn.work_list import (

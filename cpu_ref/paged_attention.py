@@ -22,8 +22,8 @@ from nbattn.cpu_ref.records import WORD_BYTES, column, read_record, words_before
 from nbattn.cpu_ref.rows import load_queries, store_rows
 from nbattn.cpu_ref.rules import apply_rules
 from nbattn.cpu_ref.scratch import zeros
+from nbattn.cpu_ref.softmax_steps import FOLD_KEYS, drop_outside, fold_block, softmax_block
 from nbattn.cpu_ref.tags import number_type
-from nbattn.cpu_ref.tiles import FOLD_KEYS, drop_outside, fold_block, softmax_block
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import page_and_slot, visible_keys
 from nbattn.work_list import (

@@ -63,7 +63,7 @@ def record_of(*parts: Any) -> np.ndarray:
     *parts : NamedTuple or tuple of int
         Fields of a named tuple are int or float as it declares them.
     """
-    words = struct.pack("=" + "".join([_format_of(type(part), len(part)) for part in parts]), *chain(*parts))
+    words = struct.pack("=" + "".join(map(_format_of, map(type, parts), map(len, parts))), *chain(*parts))
     return np.frombuffer(bytearray(words), np.int64)
 
 

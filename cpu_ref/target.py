@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from nbattn.arrays import dtype_name, name_of
 from nbattn.cpu_ref import workers
 from nbattn.cpu_ref.addresses import address_of
-from nbattn.cpu_ref.cpu import REGISTER_BYTES
 from nbattn.cpu_ref.gather_attention import GatherJob, gather_worker
 from nbattn.cpu_ref.merge_states import ROWS_PER_TASK, SOURCES_WORD, MergeJob, Source, merge_worker
 from nbattn.cpu_ref.number_formats import DTYPE_CODE, itemsize
@@ -18,30 +17,19 @@ from nbattn.cpu_ref.prepare_query import ROWS_PER_TASK as PREPARED_PER_TASK
 from nbattn.cpu_ref.prepare_query import PrepareJob, prepare_worker
 from nbattn.cpu_ref.problem import MASK_BOOL, Output, Pages, Queries, Rules
 from nbattn.cpu_ref.records import record_of
-from nbattn.cpu_ref.tags import CACHE_KINDS, FEW, FULL, MANY, PLAIN, Tag
+from nbattn.cpu_ref.tags import CACHE_KINDS, FULL, PLAIN
+from nbattn.cpu_ref.tasks import TaskList
+from nbattn.cpu_ref.tasks import lane as lane  # what the engine asks of a target
+from nbattn.cpu_ref.tasks import tiling as tiling
 from nbattn.indexing import kv_head_of
 from nbattn.kv_cache import PagedKV
-from nbattn.planning import Plan, Tiling
-from nbattn.problem import Level, Preparation, Problem, Rope
+from nbattn.planning import Plan
+from nbattn.problem import Preparation, Problem, Rope
 from nbattn.rotary import Planes, planes_for
 from nbattn.scoring import LN2, LOG2E
 from nbattn.threads import get_num_threads
-from nbattn.work_list import (
-    KEY_BEGIN,
-    KEY_END,
-    ROW_BEGIN,
-    ROW_END,
-    SHARES_PER_THREAD,
-    SMALLEST_SPLIT,
-    WorkList,
-    build_gather_work,
-)
+from nbattn.work_list import WorkList, build_gather_work
 
-FEW_ROWS = 16  # packed rows of a KV head up to which a task takes all heads, so that tokens are read in order
-# Packed rows of a task with one head: its accumulators and queries stay in L2, of 1 MB wherever there is AVX-512.
-MANY_ROWS = 384 if REGISTER_BYTES == 64 else 192
-SMALLEST_PIECE = 4096  # keys times KV heads; what is shorter is shared by its heads, whose results need no merge
-SHARES_BY_HEADS = 2  # that each thread should find then
 _DTYPE_OF_CODE = {code: name for name, code in DTYPE_CODE.items()}
 _UNCHANGED = 0, 0, 0, 0, 0, 0, 0  # the last fields of an `Output`: no sinks, no scale, no gate
 _ADDRESS, _LSE = Output._fields.index("address"), Output._fields.index("lse_address")
@@ -49,107 +37,6 @@ _MERGED = SOURCES_WORD - len(Output._fields)
 _SOURCE_V, _SOURCE_S = Source._fields.index("v"), Source._fields.index("s")
 _K, _V = Pages._fields.index("k"), Pages._fields.index("v")
 READ_RATE, DOT_RATE = 16.0, 50.0  # bytes and multiply-adds per nanosecond of one thread, roughly
-
-
-def tiling(
-    levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None, max_kv_len: int | None = None
-) -> Tiling:
-    """Return how work is cut for this target."""
-    group = num_qo_heads // levels[0].kv.num_kv_heads
-    longest = max(int((level.qo_indptr[1:] - level.qo_indptr[:-1]).max(initial=0)) for level in levels)
-    tokens = longest if longest * group <= FEW_ROWS else max(1, MANY_ROWS // group)
-    threads = get_num_threads()
-    return Tiling(
-        (max(1, tokens),) * len(levels), threads * SHARES_PER_THREAD if threads > 1 else 1,
-        smallest_split=max(SMALLEST_SPLIT, SMALLEST_PIECE // levels[0].kv.num_kv_heads),
-    )  # fmt: skip
-
-
-def lane() -> int:
-    """Return what plans that the library makes by itself are made for: the number of threads."""
-    return get_num_threads()
-
-
-class Tasks(NamedTuple):
-    """Tasks of one kind.
-
-    Attributes
-    ----------
-    tile : Tag
-        `FEW` or `MANY` packed rows.
-    tasks : int32 array, shape [num_tasks, 3]
-        Work item, first KV head, KV heads.
-    max_rows, max_heads : int
-        Most packed rows and most KV heads of a task.
-    """
-
-    tile: Tag
-    tasks: np.ndarray
-    max_rows: int
-    max_heads: int
-
-
-class Work(NamedTuple):
-    """A work list and its items as tasks.
-
-    Attributes
-    ----------
-    work_list : WorkList
-    kinds : list of Tasks
-        One of each kind that there is, many rows first.
-    numbers, dots : int
-        Numbers read and multiply-adds of all tasks.
-    """
-
-    work_list: WorkList
-    kinds: list[Tasks]
-    numbers: int
-    dots: int
-
-
-class TaskList:
-    """A plan's work items as tasks of the worker team, each with one KV head if its rows are many.
-
-    If they are few, a task has all heads, or a share of them where there are fewer items than threads can use. `work`
-    is replaced as a whole: calls that have begun keep theirs.
-    """
-
-    def __init__(self, plan: Plan, problem: Problem):
-        kv = problem.levels[0].kv
-        self.num_qo_heads, self.num_kv_heads = problem.num_qo_heads, kv.num_kv_heads
-        self.threads = get_num_threads()
-        self.dims = kv.head_dim_qk + kv.head_dim_vo
-        self.refill(plan, problem.levels)
-
-    def refill(self, plan: Plan, levels: tuple[Level, ...]) -> None:
-        """Take over a plan's new work list."""
-        num_kv_heads, work, kinds = self.num_kv_heads, plan.work_list.work, []
-        group, max_tokens = self.num_qo_heads // num_kv_heads, plan.work_list.max_tokens
-        tokens = 1 if max_tokens == 1 else work[:, ROW_END].astype(np.int64) - work[:, ROW_BEGIN]
-        few, few_tokens = np.arange(len(work)), max_tokens
-        if max_tokens * group > FEW_ROWS:
-            is_few = np.broadcast_to(tokens * group <= FEW_ROWS, len(work))
-            few, many = np.flatnonzero(is_few), np.flatnonzero(~is_few)
-            few_tokens = FEW_ROWS // group
-            if len(many):
-                tasks = np.ones((num_kv_heads, len(many), 3), np.int32)  # tiles of one head read the same keys in turn
-                tasks[:, :, 0], tasks[:, :, 1] = many, np.arange(num_kv_heads)[:, None]
-                kinds.append(Tasks(MANY, tasks.reshape(-1, 3), max_tokens * group, 1))
-        if len(few):
-            heads = num_kv_heads
-            if self.threads > 1 and len(few) < self.threads * SHARES_BY_HEADS:
-                heads = -(-num_kv_heads * len(few) // (self.threads * SHARES_BY_HEADS))
-                heads = min(num_kv_heads, heads if group > 1 else -(-heads // 4) * 4)  # tiles of four heads stay whole
-            begins = np.arange(0, num_kv_heads, heads)
-            tasks = np.zeros((len(begins), len(few), 3), np.int32)
-            tasks[:, :, 0], tasks[:, :, 1] = few, begins[:, None]
-            tasks[:, :, 2] = np.minimum(heads, num_kv_heads - begins)[:, None]
-            kinds.append(Tasks(FEW, tasks.reshape(-1, 3), few_tokens * group * heads, heads))
-        keys = work[:, KEY_END] - work[:, KEY_BEGIN]
-        num_keys = int(keys.sum(dtype=np.int64))
-        pairs = num_keys if max_tokens == 1 else int((keys * tokens).sum())
-        numbers, dots = num_keys * num_kv_heads * self.dims, pairs * self.num_qo_heads * self.dims
-        self.work = Work(plan.work_list, kinds, numbers, dots)
 
 
 class PagedCall:
@@ -272,7 +159,7 @@ def run_merge(
         0, address_of(rows), len(rows), v.shape[1], len(sources), len(sources),
         DTYPE_CODE[dtype_name(sources[0][1])] if sources else 0, 1.0 if lse_base == "2" else LOG2E, 0, 0, 0,
     )  # fmt: skip
-    places = [Source(address_of(x), *x.strides[:2], address_of(lse), *lse.strides) for x, lse in sources]
+    places = [Source._make((address_of(x), *x.strides[:2], address_of(lse), *lse.strides)) for x, lse in sources]
     numbers, kind = len(rows) * len(sources) * v.shape[1] * v.shape[2], CACHE_KINDS[dtype_name(v)]
     workers.run(
         workers.code_of(merge_worker, kind, kind), record_of(job, output, *places), -(-len(rows) // ROWS_PER_TASK),
@@ -315,9 +202,8 @@ def _nanoseconds(bytes_read: int, dots: int) -> float:
 
 def _pages(kv: PagedKV) -> Pages:
     k, v, ids = kv.k, kv.v, kv.kv_indices
-    return Pages(
-        address_of(k), *k.strides[:3], address_of(v), *v.strides[:3], address_of(ids), kv.page_size, kv.num_pages
-    )
+    places = address_of(k), *k.strides[:3], address_of(v), *v.strides[:3], address_of(ids), kv.page_size, kv.num_pages
+    return Pages._make(places)
 
 
 def _queries(problem: Problem, q: np.ndarray, scale: float, k_scale: Any, owners: list[np.ndarray]) -> Queries:
@@ -401,12 +287,12 @@ def _rules(problem: Problem, plan: Plan, owners: list[np.ndarray]) -> tuple[Rule
         k_scale = _per_kv_head(options.k_scale, kv.num_kv_heads, kv.head_dim_qk, number)
     unmapped = any(level.kv.kv_indices.min(initial=0) < 0 for level in problem.levels)
     full = unmapped or any(x is not None for x in (mask, options.alibi_slopes, options.rope)) or options.soft_cap > 0
-    rules = Rules(
+    rules = Rules._make((
         _place(places.row_position, owners), options.window_left, options.chunk_size,
         number.type(options.soft_cap * LOG2E), _place(_log2_units(options.alibi_slopes, number), owners),
         _place(mask, owners), mask_code, *strides, _place(row_request, owners), _place(row_index, owners),
         _place(cos, owners), _place(sin, owners), origin, _place(k_scale, owners),
-    )  # fmt: skip
+    ))  # fmt: skip
     return rules, full
 
 
@@ -428,14 +314,14 @@ def _prepared_query(problem: Problem, plan: Plan) -> tuple[np.ndarray, float]:
     number, rows = problem.number, plan.num_rows
     prepared = np.empty((rows, *problem.q.shape[1:]), number)
     owners: list[np.ndarray] = []
-    gain, cos, sin = (
+    gain, cosines, sines = (
         _place(None if x is None else np.ascontiguousarray(x, number), owners)
         for x in (prepare.gain, prepare.cos, prepare.sin)
     )
     places, half = (0, 0) if prepare.cos is None else prepare.cos.shape
     positions = _place(None if prepare.positions is None else np.ascontiguousarray(prepare.positions, np.int64), owners)
     job = PrepareJob(
-        0, rows, problem.num_qo_heads, address_of(prepared), gain, float(prepare.eps), cos, sin, places, half,
+        0, rows, problem.num_qo_heads, address_of(prepared), gain, float(prepare.eps), cosines, sines, places, half,
         prepare.origin, positions, bool(prepare.interleaved),
     )  # fmt: skip
     tasks = -(-rows // PREPARED_PER_TASK)

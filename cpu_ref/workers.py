@@ -114,7 +114,7 @@ def _new_board() -> tuple[np.ndarray, Any]:
     words = np.zeros(_FIRST_SLOT + _SLOTS * _SLOT_WORDS + _LINE, np.int64)
     board = words[-(address_of(words) // 8) % _LINE :]
     give_way = _give_way()
-    board[_YIELD] = ctypes.cast(give_way, ctypes.c_void_p).value
+    board[_YIELD] = ctypes.cast(give_way, ctypes.c_void_p).value or 0
     return board, give_way
 
 

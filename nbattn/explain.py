@@ -115,7 +115,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m nbattn explain",
         description=f"Draw a page table. The file holds page_size and num_pages, and one of: {names}. One that "
-        "validate --tensors reads will do as well. The exit status is 1 for a broken table, all of whose faults are named.",
+        "validate --tensors reads will do as well. The exit status is 1 for a broken table, whose faults are named.",
     )
     parser.add_argument("file", help="an .npz file, as numpy.savez writes it")
     parser.add_argument("--request", type=int, help="draw this request's pages; default: a line per request")
