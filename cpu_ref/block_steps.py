@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nbattn.cpu_ref.blocks import query_operand, score_heads, weigh_values
+from nbattn.cpu_ref.blocks import query_operand, query_room, score_heads, weigh_values
 from nbattn.cpu_ref.compiling import inlined, keep_short, variants
 from nbattn.cpu_ref.many_rows import (
     PANEL_KEYS,
@@ -25,7 +25,6 @@ from nbattn.cpu_ref.many_rows import (
     weigh_panels,
 )
 from nbattn.cpu_ref.number_formats import address_of, itemsize
-from nbattn.cpu_ref.packing import pack_queries
 from nbattn.cpu_ref.rules import rotate_keys
 from nbattn.cpu_ref.scratch import zeros
 from nbattn.cpu_ref.tags import constants, number_type
@@ -43,6 +42,7 @@ class Places(NamedTuple):
 class FewRows(NamedTuple):
     """Scratch of a task of few rows."""
 
+    queries: np.ndarray  # of `query_room`
     lists: np.ndarray  # int64 [2, KEYS]
     keys: np.ndarray  # number [max_heads * KEYS, dim]: rotated, or without rows
     places: Places
@@ -52,8 +52,10 @@ class ManyRows(NamedTuple):
     """Scratch of a task of many rows."""
 
     queries: np.ndarray  # number [rows, dim]: panels of packed queries
-    keys: np.ndarray  # number [PANEL_KEYS, dim]: packed, or rotated
+    keys: np.ndarray  # number [PANEL_KEYS, dim]: rotated, or without rows
+    packed: np.ndarray  # number [PANEL_KEYS, dim]: panels of packed keys
     values: np.ndarray  # number [dim / width * PANEL_KEYS, width]: panels of packed values
+    list: np.ndarray  # int64 [1, PANEL_KEYS]: where rotated keys lie
     places: Panels
 
 
@@ -100,48 +102,59 @@ def _make_scratch(tile, kind, q, rotating, max_heads, dim, value_dim):
             lists[0, j] = address_of(q)
             lists[1, j] = address_of(keys) + j * keys.strides[0]
         idle = address_of(lists)
-        return FewRows(lists, keys, Places(idle, idle + lists.strides[0], keys.strides[0]))
+        queries = query_room(kind, q.shape[0], max_heads, q.shape[1])
+        return FewRows(queries, lists, keys, Places(idle, idle + lists.strides[0], keys.strides[0]))
 
     def many(tile, kind, q, rotating, max_heads, dim, value_dim):
         number, width = number_type(kind), panel_constants(kind)[1]
         queries = zeros(number, q.shape[0], q.shape[1])
-        keys = zeros(number, PANEL_KEYS, q.shape[1] + SPARE_COLUMNS)
+        keys = zeros(number, PANEL_KEYS if rotating else 0, q.shape[1])
+        packed = zeros(number, PANEL_KEYS, q.shape[1])
         values = zeros(number, (value_dim + width - 1) // width * PANEL_KEYS, width)
         panel_bytes = PANEL_KEYS * values.strides[0]
-        places = address_of(queries), address_of(keys), keys.strides[0], address_of(values), panel_bytes
-        return ManyRows(queries, keys, values, Panels(*places))
+        rows = zeros(np.int64, 1, PANEL_KEYS)
+        for j in range(PANEL_KEYS):
+            rows[0, j] = address_of(keys) + j * keys.strides[0]
+        places = Panels(address_of(queries), address_of(packed), packed.strides[0], address_of(rows),
+                        address_of(values), panel_bytes)  # fmt: skip
+        return ManyRows(queries, keys, packed, values, rows, places)
 
     return few if tile.tag == "few" else many
 
 
-def prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
-    """Bring the first `rows` of `q` and the first block's `n` keys into the form that scores are computed from.
+def prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
+    """Bring `q`, `rows` of each head, and the first block's `n` keys into the form that scores are computed from.
 
-    Returns address and stride of the rows; of many rows the address of their panels.
+    Returns what `query_operand` does; of many rows the address of their panels.
     """
     raise NotImplementedError("compiled code only")
 
 
 @variants(prepare_rows)
-def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
-    def few(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
-        return query_operand(kind, q, bits, rows, dim)
+def _prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
+    def few(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
+        return query_operand(kind, q, scratch.queries, heads, rows, dim)
 
-    def many(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
-        pack_query_panels(kind, q, rows, dim, scratch.places.queries)
-        pack_key_share(kind, scratch.places, Listed(key_rows, n), dim, 0, 1)
-        return scratch.places.queries, 0
-
-    def many_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, rows, dim, key_rows, n):
+    def few_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
         if rotating:  # keys are rotated in the arithmetic type
-            pack_queries(number_kind, address_of(q), q.strides[0], rows, dim, scratch.places.queries)
+            return query_operand(number_kind, q, scratch.queries, heads, rows, dim)
+        return query_operand(kind, q, scratch.queries, heads, rows, dim)
+
+    def many(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
+        pack_query_panels(kind, q, heads * rows, dim, scratch.places.queries)
+        pack_key_share(kind, scratch.places, Listed(key_rows, n), dim, 0, 1)
+        return scratch.places.queries, 0, 0
+
+    def many_full(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, dim, key_rows, n):
+        if rotating:  # keys are rotated in the arithmetic type
+            pack_query_panels(number_kind, q, heads * rows, dim, scratch.places.queries)
         else:
-            pack_query_panels(kind, q, rows, dim, scratch.places.queries)
+            pack_query_panels(kind, q, heads * rows, dim, scratch.places.queries)
             pack_key_share(kind, scratch.places, Listed(key_rows, n), dim, 0, 1)
-        return scratch.places.queries, 0
+        return scratch.places.queries, 0, 0
 
     if tile.tag == "few":
-        return few
+        return few if rule_tag.tag == "plain" else few_full
     return many if rule_tag.tag == "plain" else many_full
 
 
@@ -172,20 +185,20 @@ def _score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, o
 
     def few(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
             scale, s, values, value_dim):  # fmt: skip
-        score_heads(kind, operand[0], operand[1], heads, rows, keys.rows, keys.head_stride, dim, scale, address_of(s),
+        score_heads(kind, operand, heads, rows, keys.rows, keys.head_stride, dim, scale, address_of(s),
                     s.strides[0], keys.rows, keys.head_stride, values.head_stride, keys.slot_stride,
                     places.idle)  # fmt: skip
 
     def few_full(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
                  scale, s, values, value_dim):  # fmt: skip
         if rules.cos == 0:
-            score_heads(kind, operand[0], operand[1], heads, rows, keys.rows, keys.head_stride, dim, scale,
+            score_heads(kind, operand, heads, rows, keys.rows, keys.head_stride, dim, scale,
                         address_of(s), s.strides[0], keys.rows, keys.head_stride, values.head_stride,
                         keys.slot_stride, places.idle)  # fmt: skip
         else:
             rotate_keys(kind, rules, rotated, keys.rows, KEYS, heads, block.head_begin, keys.head_stride, size, dim,
                         block.turn, block.n)  # fmt: skip
-            score_heads(number_kind, address_of(q), q.strides[0], heads, rows, places.rotated,
+            score_heads(number_kind, operand, heads, rows, places.rotated,
                         KEYS * places.rotated_bytes, dim, scale, address_of(s), s.strides[0], keys.rows,
                         keys.head_stride, values.head_stride, keys.slot_stride, places.idle)  # fmt: skip
 
@@ -202,6 +215,7 @@ def _score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, o
         else:
             rotate_keys(kind, rules, rotated, keys.rows, PANEL_KEYS, 1, block.head_begin, keys.head_stride, size, dim,
                         block.turn, block.n)  # fmt: skip
+            pack_key_share(number_kind, places, Listed(places.rotated, block.n), dim, 0, 1)
             score_panels(number_kind, kind, places, rows, seen_of(block), dim, scale, address_of(s),
                          s.strides[0], Listed(values.rows, block.n), value_dim, Listed(0, 0))  # fmt: skip
 

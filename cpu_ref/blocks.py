@@ -9,20 +9,22 @@ from __future__ import annotations
 import numpy as np
 
 from nbattn.cpu_ref import primitives  # noqa: F401 - registers the CPU versions of exp2, tanh and idiv
-from nbattn.cpu_ref.compiling import inlined, part, variants
+from nbattn.cpu_ref.compiling import inlined, keep_short, part, variants
 from nbattn.cpu_ref.cpu import REGISTER_BYTES
 from nbattn.cpu_ref.lanes import lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import address_of, load_int64
-from nbattn.cpu_ref.packing import fill, pack_weights
+from nbattn.cpu_ref.packing import fill, pack_query_tile_1, pack_query_tile_4, pack_weights
 from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.rows import ROW_MULTIPLE
 from nbattn.cpu_ref.scratch import zeros
-from nbattn.cpu_ref.tags import constants
+from nbattn.cpu_ref.tags import constants, number_type
 from nbattn.cpu_ref.tiles import (
     KEYS,
+    row_tile_keys,
     score_tile_1,
     score_tile_4,
     score_tile_heads,
+    shares_keys,
     tile_keys,
     value_tile_1,
     value_tile_1_select,
@@ -40,8 +42,8 @@ LEAST_VALUES = np.int64(2 if REGISTER_BYTES == 64 else 4)
 
 @constants
 def _tile_constants(kind):
-    """Return (lanes of a vector, bytes of a number, keys of a score tile of four rows)."""
-    return lane_count(kind), 8 if kind == "float64" else 4, tile_keys(kind)
+    """Return (lanes of a vector, bytes of a number, keys of a score tile of four heads, of rows of one head)."""
+    return lane_count(kind), 8 if kind == "float64" else 4, tile_keys(kind), row_tile_keys(kind)
 
 
 @part
@@ -76,14 +78,16 @@ def later_rows(listed, stride, stride_behind, slot_stride, heads, place, distanc
 
 
 @inlined
-def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, scale, s, s_stride, listed,
-                k_ahead, v_ahead, slot_stride, idle):  # fmt: skip
+def score_heads(kind, operand, heads, rows, key_rows, k_head_stride, dim, scale, s, s_stride, listed, k_ahead, v_ahead,
+                slot_stride, idle):  # fmt: skip
     """Fill ``s[j, row]`` with ``scale * q[row] @ k[j]`` for the `KEYS` keys of a block and all packed rows.
 
-    `listed` lists the `KEYS` cached rows of K and, behind them, of V, which are prefetched meanwhile; `k_ahead` and
-    `v_ahead` are their strides from head to head. `idle` lists `KEYS` places where a prefetch costs nothing.
+    `operand` is what `query_operand` returns. `listed` lists the `KEYS` cached rows of K and, behind them, of V, which
+    are prefetched meanwhile; `k_ahead` and `v_ahead` are their strides from head to head. `idle` lists `KEYS` places
+    where a prefetch costs nothing.
     """
-    lanes, size, step = _tile_constants(kind)
+    lanes, size, step, row_step = _tile_constants(kind)
+    q, q_stride, q_head_stride = operand
     of_heads = heads // 4 * 4 if rows == 1 else 0  # those that are taken four at once, with a row each
     distance = tokens_within(slot_stride, LATER_BYTES, LEAST_AHEAD)
     place = np.int64(0), np.int64(0)
@@ -98,26 +102,26 @@ def score_heads(kind, q, q_stride, heads, rows, key_rows, k_head_stride, dim, sc
                     score_tile_heads(kind, q + head * q_stride, q_stride, key_rows + 8 * j, head * k_head_stride,
                                      k_head_stride, dim, scale, s + j * s_stride + head * size, s_stride,
                                      listed + 8 * (j + soon), head * ahead_stride, later)  # fmt: skip
-    together = tokens_within(slot_stride, SPAN_BYTES, step) if rows > 1 else KEYS
+    together = tokens_within(slot_stride, SPAN_BYTES, row_step) if rows > 1 else KEYS
     for begin in range(0, KEYS, together):
         ahead_stride = k_ahead if begin + together < KEYS else v_ahead
         for head in range(of_heads, heads):
-            k_head = head * k_head_stride
-            for j in range(begin, begin + together, step):
+            k_head, q_head = head * k_head_stride, q + head * q_head_stride
+            for j in range(begin, begin + together, row_step):
                 keys, column = key_rows + 8 * j, s + j * s_stride
                 ahead, ahead_head = listed + 8 * (j + together), head * ahead_stride
-                later, place = later_rows(listed, k_ahead, v_ahead, slot_stride, heads, place, distance, step)
+                later, place = later_rows(listed, k_ahead, v_ahead, slot_stride, heads, place, distance, row_step)
                 done = 0
                 while done < rows:
-                    row = head * rows + done
-                    if rows - done > 1:  # fewer than four: others are the next head's, written again later, or padding
-                        score_tile_4(kind, q + row * q_stride, q_stride, keys, k_head, k_head_stride, dim, scale,
-                                     column + row * size, s_stride, ahead, ahead_head, later)  # fmt: skip
+                    q_row, target = q_head + done * q_stride, column + (head * rows + done) * size
+                    if rows - done > 1:  # fewer than four: others are the next head's, written again, or padding
+                        score_tile_4(kind, q_row, q_stride, keys, k_head, k_head_stride, dim, scale, target, s_stride,
+                                     ahead, ahead_head, later)  # fmt: skip
                         done += 4
                     else:
                         if j % lanes == 0:
-                            score_tile_1(kind, q + row * q_stride, q_stride, keys, k_head, k_head_stride, dim, scale,
-                                         column + row * size, s_stride, ahead, ahead_head, later)  # fmt: skip
+                            score_tile_1(kind, q_row, q_stride, keys, k_head, k_head_stride, dim, scale, target,
+                                         s_stride, ahead, ahead_head, later)  # fmt: skip
                         done += 1
                     ahead, ahead_head, later = idle, np.int64(0), idle
 
@@ -130,7 +134,7 @@ def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_
     With `select` a weight of 0 marks a dropped key, whose value is never used. `alpha` is 1 afterwards. `coming` lists
     the K rows of the next block; rows of V and these are prefetched.
     """
-    _, size, _ = _tile_constants(kind)
+    _, size, _, _ = _tile_constants(kind)
     if select == 0:
         pack_weights(kind, p, p_stride, n, padded(heads * rows))
     together = tokens_within(slot_stride, VALUE_SPAN_BYTES, LEAST_VALUES)
@@ -175,31 +179,52 @@ def padded(n):
     return (n + ROW_MULTIPLE - 1) // ROW_MULTIPLE * ROW_MULTIPLE
 
 
-def query_bits(kind, rows, dim):
-    """Return the array that `query_operand` fills, zeros; without rows for a kind that multiplies float32."""
+def query_room(kind, rows, heads, dim):
+    """Return the array that `query_operand` fills, zeros; without rows if scores are computed from `q` itself."""
     raise NotImplementedError("compiled code only")
 
 
-@variants(query_bits)
-def _query_bits(kind, rows, dim):
+@variants(query_room)
+def _query_room(kind, rows, heads, dim):
     if uses_dot(kind.tag):
-        return lambda kind, rows, dim: zeros(np.uint16, rows, 2 * padded((dim + 1) // 2))
-    return lambda kind, rows, dim: zeros(np.uint16, 0, 0)
+        return lambda kind, rows, heads, dim: zeros(np.uint16, rows, 2 * padded((dim + 1) // 2))
+    if shares_keys("float32"):  # to which keys of any kind are rotated
+        return lambda kind, rows, heads, dim: zeros(number_type(kind), rows + 2 * heads, padded(dim))
+    return lambda kind, rows, heads, dim: zeros(np.uint16, 0, 0)
 
 
-def query_operand(kind, q, bits, rows, dim):
-    """Return address and stride of the first `rows` of `q` as the score tiles of a cache kind take them."""
+def query_operand(kind, q, room, heads, rows, dim):
+    """Bring `q`, `rows` of each head, into the form that the score tiles of a cache kind take.
+
+    Returns its address and its strides from row to row and from head to head.
+    """
     raise NotImplementedError("compiled code only")
 
 
 @variants(query_operand)
-def _query_operand(kind, q, bits, rows, dim):
-    def rounded(kind, q, bits, rows, dim):
-        for row in range(rows):
-            narrow_bfloat16(kind, address_of(q[row]), address_of(bits[row]), padded(dim))
-        return address_of(bits), bits.strides[0]
+def _query_operand(kind, q, room, heads, rows, dim):
+    def rounded(kind, q, room, heads, rows, dim):
+        for row in range(heads * rows):
+            narrow_bfloat16(kind, address_of(q[row]), address_of(room[row]), padded(dim))
+        return address_of(room), room.strides[0], rows * room.strides[0]
 
-    def as_it_is(kind, q, bits, rows, dim):
-        return address_of(q), q.strides[0]
+    def shared(kind, q, room, heads, rows, dim):
+        keep_short()
+        stride, head_stride = q.strides[0], rows * q.strides[0]
+        if rows % 4 > 1:  # two or three rows have a tile of four
+            head_stride += (4 - rows % 4) * stride
+        for head in range(heads):
+            source, tile = address_of(q) + head * rows * stride, address_of(room) + head * head_stride
+            for done in range(0, rows, 4):
+                if rows - done > 1:
+                    pack_query_tile_4(kind, source + done * stride, stride, padded(dim), tile + done * stride)
+                else:
+                    pack_query_tile_1(kind, source + done * stride, stride, padded(dim), tile + done * stride)
+        return address_of(room), stride, head_stride
 
-    return rounded if uses_dot(kind.tag) else as_it_is
+    def as_it_is(kind, q, room, heads, rows, dim):
+        return address_of(q), q.strides[0], rows * q.strides[0]
+
+    if uses_dot(kind.tag):
+        return rounded
+    return shared if shares_keys(kind.tag) else as_it_is

@@ -60,6 +60,12 @@ def part(function: Callable) -> Any:
     return njit(**_PART_OPTIONS)(function)
 
 
+def worker(function: Callable) -> Any:
+    """Compile what a team of threads runs: see `nbattn.cpu_ref.workers`. It takes a record's address, then tags."""
+    with _own_folder():
+        return njit(**_PART_OPTIONS, cache=CACHED)(function)
+
+
 def variants(function: Callable) -> Callable:
     """Compile `function` as the decorated one returns it for the types of its arguments, like a `part`."""
     return overload(function, jit_options=_PART_OPTIONS)

@@ -7,57 +7,74 @@ out while a block is filled, so a block holds kept keys only.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from nbattn.cpu_ref.blocks import (
     padded,
-    query_bits,
     query_operand,
+    query_room,
     score_heads,
     weigh_values,
 )
-from nbattn.cpu_ref.compiling import kernel, part
+from nbattn.cpu_ref.compiling import part, worker
 from nbattn.cpu_ref.number_formats import address_of, load_int32, load_int64, store_int64
 from nbattn.cpu_ref.packing import fill
-from nbattn.cpu_ref.problem import (
-    K_ADDRESS,
-    K_HEAD,
-    K_PAGE,
-    K_SLOT,
-    NUM_PAGES,
-    PAGE_IDS,
-    PAGE_SIZE,
-    V_ADDRESS,
-    V_HEAD,
-    V_PAGE,
-    V_SLOT,
-)
+from nbattn.cpu_ref.problem import Output, Pages, Queries
+from nbattn.cpu_ref.records import WORD_BYTES, column, read_record, words_before
 from nbattn.cpu_ref.rows import load_queries, store_rows
 from nbattn.cpu_ref.scratch import zeros
+from nbattn.cpu_ref.softmax_steps import FOLD_KEYS, fold_block, softmax_block
 from nbattn.cpu_ref.tags import number_type
-from nbattn.cpu_ref.tiles import FOLD_KEYS, KEYS, fold_block, softmax_block
+from nbattn.cpu_ref.tiles import KEYS
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import mapped_page, page_and_slot, selected_token
-from nbattn.work_list import GATHER_KV_LEN, GATHER_PAGE_BEGIN, GATHER_ROW, GATHER_STATE, LIST_BEGIN, LIST_END
+from nbattn.work_list import (
+    GATHER_COLUMNS,
+    GATHER_KV_LEN,
+    GATHER_PAGE_BEGIN,
+    GATHER_ROW,
+    GATHER_STATE,
+    LIST_BEGIN,
+    LIST_END,
+)
+
+
+class GatherJob(NamedTuple):
+    """The first part of a record of `gather_worker`."""
+
+    next_task: int
+    work: int  # address of int32 [num_work, GATHER_COLUMNS]: a row's tokens from LIST_BEGIN to LIST_END, all KV heads
+    num_work: int
+    num_kv_heads: int
+    tokens: int  # address of int32 [total_q, max_tokens]
+    max_tokens: int
+
+
+_QUERIES_WORD = words_before(GatherJob)
+_OUTPUT_WORD = words_before(GatherJob, Queries)
+_STATES_WORD = words_before(GatherJob, Queries, Output)
+_PAGES_WORD = words_before(GatherJob, Queries, Output, Output)
 
 
 @part
 def _find_tokens(lists, level, tokens, here, end, page_begin, kv_len):
     """List the K and V rows of up to `KEYS` kept tokens; return how many, and where the list of tokens goes on.
 
-    ``lists`` is the address of int64 [2, KEYS]: K rows, V rows; those behind the last repeat it.
+    ``lists`` is the address of int64 [2, KEYS]: K rows, V rows; those behind the last repeat it. ``tokens`` is that of
+    the row's int32 list.
     """
     n = 0
     while here < end and n < KEYS:
-        token = np.int64(tokens[here])
+        token = np.int64(load_int32(tokens + 4 * here))
         here += 1
         if selected_token(token, kv_len):
-            page, slot = page_and_slot(token, level[PAGE_SIZE])
-            page_id = np.int64(load_int32(level[PAGE_IDS] + 4 * (page_begin + page)))
-            if mapped_page(page_id, level[NUM_PAGES]):
-                k_row = level[K_ADDRESS] + page_id * level[K_PAGE] + slot * level[K_SLOT]
-                v_row = level[V_ADDRESS] + page_id * level[V_PAGE] + slot * level[V_SLOT]
+            page, slot = page_and_slot(token, level.page_size)
+            page_id = np.int64(load_int32(level.page_ids + 4 * (page_begin + page)))
+            if mapped_page(page_id, level.num_pages):
+                k_row = level.k + page_id * level.k_page + slot * level.k_slot
+                v_row = level.v + page_id * level.v_page + slot * level.v_slot
                 store_int64(lists + 8 * n, k_row)
                 store_int64(lists + 8 * (KEYS + n), v_row)
                 n += 1
@@ -67,29 +84,30 @@ def _find_tokens(lists, level, tokens, here, end, page_begin, kv_len):
     return n, here
 
 
-@kernel
-def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, queries, output, states):
+@worker
+def gather_worker(record, kind):
     """Take work items until none is left.
 
     Parameters
     ----------
+    record : int
+        Address of a `GatherJob`, `Queries`, the `Output` of results and that of the partial states of split rows, and
+        `Pages`.
     kind : Tag
         Cache dtype.
-    counters : int64 [2]
-        Next task, finished tasks.
-    work : int32 [num_work, columns]
-        One row of `token_indices` from ``LIST_BEGIN`` to ``LIST_END`` each, all KV heads.
-    level : int64 [columns]
-        Where the pages lie.
-    output, states : Output
-        The result, and the partial states of split rows.
     """
+    job = read_record(GatherJob, record)
+    queries = read_record(Queries, record + WORD_BYTES * _QUERIES_WORD)
+    output = read_record(Output, record + WORD_BYTES * _OUTPUT_WORD)
+    states = read_record(Output, record + WORD_BYTES * _STATES_WORD)
+    level = read_record(Pages, record + WORD_BYTES * _PAGES_WORD)
     number = number_type(kind)
-    group, heads = queries.group_size, num_kv_heads
+    scale = number(queries.scale)
+    group, heads = queries.group_size, job.num_kv_heads
     num_rows = heads * group
     stride = padded(num_rows + 4)
     q = zeros(number, num_rows + 4, padded(queries.dim))
-    bits = query_bits(kind, num_rows + 4, queries.dim)
+    room = query_room(kind, num_rows + 4, heads, queries.dim)
     acc = zeros(number, num_rows, padded(output.dim))
     total = zeros(number, num_rows, padded(output.dim))
     s = zeros(number, KEYS, stride)
@@ -98,20 +116,16 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
     lists = zeros(np.int64, 5, KEYS)  # what `_find_tokens` lists of this block and of the next; idle places
     for j in range(KEYS):
         lists[4, j] = address_of(q)
-    k_head, v_head = level[K_HEAD], level[V_HEAD]
     while True:
-        task = next_task(counters, 0)
-        if task >= work.shape[0]:
+        task = next_task(record)
+        if task >= job.num_work:
             return
-        item = work[task]
-        row, page_begin, kv_len = (
-            np.int64(item[GATHER_ROW]),
-            np.int64(item[GATHER_PAGE_BEGIN]),
-            np.int64(item[GATHER_KV_LEN]),
-        )
-        tokens, end = token_indices[row], np.int64(item[LIST_END])
+        item = job.work + 4 * GATHER_COLUMNS * task
+        row = column(item, GATHER_ROW)
+        page_begin, kv_len = column(item, GATHER_PAGE_BEGIN), column(item, GATHER_KV_LEN)
+        tokens, end = job.tokens + 4 * job.max_tokens * row, column(item, LIST_END)
         load_queries(kind, queries, row, row + 1, 0, heads, address_of(q), q.strides[0])
-        operand = query_operand(kind, q, bits, num_rows, queries.dim)
+        operand = query_operand(kind, q, room, heads, group, queries.dim)
         fill(kind, address_of(acc), acc.size, 0)
         fill(kind, address_of(total), total.size, 0)
         fill(kind, address_of(running), running.size, 0)
@@ -121,17 +135,17 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
         # in the loop over blocks addresses only: arrays are counted, atomically, with every slice of them
         now, coming = address_of(lists), address_of(lists) + 2 * lists.strides[0]
         idle = coming + 2 * lists.strides[0]
-        n, here = _find_tokens(now, level, tokens, np.int64(item[LIST_BEGIN]), end, page_begin, kv_len)
+        n, here = _find_tokens(now, level, tokens, column(item, LIST_BEGIN), end, page_begin, kv_len)
         while n > 0:
             n_next, here = _find_tokens(coming, level, tokens, here, end, page_begin, kv_len)
             after = coming if n_next > 0 else now
-            score_heads(kind, operand[0], operand[1], heads, group, now, k_head, queries.dim, queries.scale,
-                        address_of(s), s.strides[0], now, k_head, v_head, level[K_SLOT], idle)  # fmt: skip
+            score_heads(kind, operand, heads, group, now, level.k_head, queries.dim, scale,
+                        address_of(s), s.strides[0], now, level.k_head, level.v_head, level.k_slot, idle)  # fmt: skip
             softmax_block(kind, address_of(s), s.strides[0], n, padded(num_rows), address_of(m), address_of(d_sum),
                           address_of(alpha))  # fmt: skip
             weigh_values(kind, address_of(acc), acc.strides[0], heads, group, address_of(s), s.strides[0],
-                         now + 8 * KEYS, v_head, level[V_SLOT], n, output.dim, address_of(alpha), 0,
-                         after, k_head, idle)  # fmt: skip
+                         now + 8 * KEYS, level.v_head, level.v_slot, n, output.dim, address_of(alpha), 0,
+                         after, level.k_head, idle)  # fmt: skip
             summed += n
             if n_next <= 0 or summed >= FOLD_KEYS:
                 fold_block(kind, address_of(total), address_of(acc), acc.strides[0], output.dim, address_of(total_sum),
@@ -140,8 +154,8 @@ def gather_worker(kind, num_kv_heads, counters, work, token_indices, level, quer
                 summed = 0
             n, now, coming = n_next, coming, now
         target, first = output, row
-        if item[GATHER_STATE] >= 0:
-            target, first = states, np.int64(item[GATHER_STATE])
+        state = column(item, GATHER_STATE)
+        if state >= 0:
+            target, first = states, state
         store_rows(kind, target, first, first + 1, 0, heads, address_of(total), total.strides[0], address_of(total_m),
                    address_of(total_sum))  # fmt: skip
-        next_task(counters, 1)

@@ -14,6 +14,7 @@ from nbattn.cpu_ref.number_formats import DOUBLE, ELEMENT, FLOAT, I16, I32, I64,
 from nbattn.cpu_ref.primitives import EXP2_FLOAT32, EXP2_FLOAT64, LOG2_FLOAT64
 
 ORDER_FREE = ("nsz", "contract", "arcp", "afn", "reassoc")  # never nnan or ninf: -inf and NaN carry meaning
+EXACT = ("nsz",)  # one flag, for Numba gives all others to instructions that have none
 _ROOT_HALF = 0x3FE6A09E667F3BCD  # the bits of sqrt(0.5)
 TO_L1, TO_L2 = 3, 2  # localities of llvm.prefetch
 
@@ -147,6 +148,16 @@ class Lanes:
             return self.builder.bitcast(self.load_words_up_to(address, remaining), self.pairs)
         return self.load_cache_up_to(address, remaining)
 
+    def share_key(self, length: int):
+        """Return what loads `length` cache elements and repeats them through a vector."""
+        element = ir.VectorType(ELEMENT[self.kind], length)
+        return lambda address: self._repeated(self.load_as(element, address, 1))
+
+    def share_key_up_to(self, length: int):
+        """Return what does the same with ``min(remaining, length)`` of them, and 0 for the others."""
+        element = ir.VectorType(ELEMENT[self.kind], length)
+        return lambda address, remaining: self._repeated(self._masked_load(element, address, remaining))
+
     def prefetch_ahead(self, address):
         """Bring the line of an address near, shortly before its use, where the CPU gains from it."""
         if PREFETCHED_TWICE:
@@ -251,10 +262,30 @@ class Lanes:
             stride *= 2
         return vectors[0]
 
-    def part(self, vector, first: int, length: int):
-        """Return lanes ``first .. first + length`` as a shorter vector."""
-        picks = ir.Constant(ir.VectorType(I32, length), list(range(first, first + length)))
-        return self.builder.shuffle_vector(vector, vector, picks)
+    def sum_runs(self, vectors: list, run: int) -> tuple[list, list[list[int]]]:
+        """Return vectors of the sums of each run of `run` lanes, and which run, counted through all, each lane sums.
+
+        The number of vectors and `run` are powers of two, the number not smaller.
+        """
+        order = [[(i * self.count + lane) // run for lane in range(self.count)] for i in range(len(vectors))]
+        quad = 16 // self.bytes  # shuffles within 128 bits are the cheapest
+        even = [
+            first + lane
+            for begin in range(0, self.count, quad)
+            for first in (begin, self.count + begin)
+            for lane in range(0, quad, 2)
+        ]
+        while run > 1:
+            pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+            vectors = [self.sum(self.pick(a, even, b), self.pick(a, [x + 1 for x in even], b)) for a, b in pairs]
+            order = [[(a + b)[x] for x in even] for a, b in zip(order[::2], order[1::2], strict=True)]
+            run //= 2
+        return vectors, order
+
+    def pick(self, a, picks: list[int], b=None):
+        """Return a vector of some lanes of `a`, or of `a` and then `b`."""
+        shape = ir.VectorType(I32, len(picks))
+        return self.builder.shuffle_vector(a, a if b is None else b, ir.Constant(shape, picks))
 
     def _add_pairs(self, a, b, stride: int):
         """Return a step of `sum_each`, by the shuffles that are cheapest: within 128 bits, then of whole 128 bits."""
@@ -270,11 +301,7 @@ class Lanes:
             for first in range(0, 2 * self.count, 2 * quad):
                 low += range(first, first + quad)
                 high += range(first + quad, first + 2 * quad)
-        shape = ir.VectorType(I32, self.count)
-        return self.sum(
-            self.builder.shuffle_vector(a, b, ir.Constant(shape, low)),
-            self.builder.shuffle_vector(a, b, ir.Constant(shape, high)),
-        )
+        return self.sum(self.pick(a, low, b), self.pick(a, high, b))
 
     # ---- control
     def loop(self, start, stop, step: int):
@@ -291,6 +318,11 @@ class Lanes:
     def read(self, slot):
         """Return what a variable holds."""
         return self.builder.load(slot, typ=slot.allocated_type)
+
+    def _repeated(self, elements):
+        """Return cache elements repeated through a vector and widened."""
+        length = elements.type.count
+        return widen(self.builder, self.kind, self.pick(elements, list(range(length)) * (self.count // length)))
 
     def _masked_load(self, shape: ir.VectorType, address, remaining):
         """Load the first `remaining` elements of a vector, 0 in the other places."""

@@ -21,7 +21,14 @@ from nbattn.cpu_ref.number_formats import address_of, itemsize, load_int64
 from nbattn.cpu_ref.packing import all_finite, pack_keys, pack_queries, pack_values, pack_weights, prefetch_rows
 from nbattn.cpu_ref.row_copies import narrow_bfloat16
 from nbattn.cpu_ref.tags import constants
-from nbattn.cpu_ref.tiles import panel_height, panel_width, score_panel, value_panel, value_tile_1_select
+from nbattn.cpu_ref.tiles import (
+    PANEL_STEPS,
+    panel_height,
+    panel_width,
+    score_panel,
+    value_panel,
+    value_tile_1_select,
+)
 
 # Keys of a block. K, V, scores, queries and sums of 384 rows by 144 keys take 800 KB of L2, of 192 by 96 370 KB.
 PANEL_KEYS = 144 if REGISTER_BYTES == 64 else 96
@@ -29,11 +36,12 @@ SPARE_ROWS, SPARE_COLUMNS = 32, 16  # panels of any CPU may be that much wider t
 
 
 class Panels(NamedTuple):
-    """Where a task's packed numbers lie: addresses, and bytes from one key or panel to the next."""
+    """Where a task's packed numbers lie: addresses, bytes of a key and bytes from one panel of values to the next."""
 
     queries: int
     keys: int
     key_bytes: int
+    rotated: int  # address of int64 [PANEL_KEYS] that lists rotated keys, not packed
     values: int
     panel_bytes: int
 
@@ -62,6 +70,13 @@ def panel_constants(kind):
     return panel_height(), panel_width(kind), number, itemsize(kind), 2 if uses_dot(kind) else 1
 
 
+@part
+def panel_steps(kind, dim):
+    """Return how many steps a product over the head dimension has."""
+    step = panel_constants(kind)[4] * PANEL_STEPS
+    return (dim + step - 1) // step * PANEL_STEPS
+
+
 def pack_query_panels(kind, q, rows, dim, panels):
     """Pack the first `rows` of `q` for a cache kind; with pairs they are rounded to bfloat16, in place."""
     raise NotImplementedError("compiled code only")
@@ -74,10 +89,10 @@ def _pack_query_panels(kind, q, rows, dim, panels):
         for row in range(rows):
             here = place + row * q.strides[0]
             narrow_bfloat16(kind, here, here, padded(dim))
-        pack_queries(kind, place, q.strides[0], rows, (dim + 1) // 2, panels)
+        pack_queries(kind, place, q.strides[0], rows, panel_steps(kind, dim), panels)
 
     def as_it_is(kind, q, rows, dim, panels):
-        pack_queries(kind, address_of(q), q.strides[0], rows, dim, panels)
+        pack_queries(kind, address_of(q), q.strides[0], rows, panel_steps(kind, dim), panels)
 
     return rounded if uses_dot(kind.tag) else as_it_is
 
@@ -104,8 +119,7 @@ def share(n, i, parts):
 def pack_key_share(kind, panels, keys, dim, i, parts):
     """Pack a share of the listed K rows."""
     begin, end = share(keys.n, i, parts)
-    pack_keys(kind, keys.rows + 8 * begin, end - begin, dim, panels.keys + begin * panels.key_bytes,
-              panels.key_bytes)  # fmt: skip
+    pack_keys(kind, keys.rows, begin, end, dim, panels.keys, panels.key_bytes)
 
 
 @part
@@ -138,9 +152,9 @@ def score_panels(score_kind, kind, panels, rows, seen, dim, scale, s, s_stride, 
     values, keys : Listed
         V of this block, K of the next.
     """
-    height, width, number, _, step = panel_constants(score_kind)
+    height, width, number, _, _ = panel_constants(score_kind)
     size = panel_constants(kind)[3]
-    steps, parts = (dim + step - 1) // step, (rows + width - 1) // width
+    steps, parts = panel_steps(score_kind, dim), (rows + width - 1) // width
     for i in range(parts):
         pack_value_share(kind, panels, values, value_dim, i, parts)
         row = i * width
@@ -154,8 +168,8 @@ def score_panels(score_kind, kind, panels, rows, seen, dim, scale, s, s_stride, 
             each = min(each, left)
             prefetch_rows(place, each, listed_dim * size)
             place, left = place + 8 * each, left - each
-            score_panel(score_kind, panels.keys + j * panels.key_bytes, panels.key_bytes, queries, steps, scale,
-                        column + j * s_stride, s_stride)  # fmt: skip
+            score_panel(score_kind, panels.keys + j * panels.key_bytes, queries, steps, scale, column + j * s_stride,
+                        s_stride)  # fmt: skip
 
 
 @part

@@ -1,4 +1,4 @@
-"""Bringing rows of caches, queries and weights into the order in which the tile operations of many rows read them."""
+"""Bringing rows of caches, queries and weights into the order in which the tile operations read them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
+from nbattn.cpu_ref.cpu import REGISTER_BYTES
 from nbattn.cpu_ref.lanes import Lanes, uses_dot
 from nbattn.cpu_ref.number_formats import I32, I64, itemsize
-from nbattn.cpu_ref.tiles import LINE_BYTES, PANEL_VECTORS, panel_width
+from nbattn.cpu_ref.tiles import LINE_BYTES, PANEL_VECTORS, panel_height, panel_width, shared_numbers
 
 _BYTES = types.int64
 
@@ -37,26 +38,59 @@ def pack_queries(typingctx, kind, q, q_stride, rows, steps, panels):
     return types.void(kind, *[_BYTES] * 5), codegen
 
 
-@intrinsic
-def pack_keys(typingctx, kind, rows, n, dim, block, stride):
-    """``block[j, :dim] = k[j]`` for ``j < n``, widened, or as it is if the kind `uses_dot`; 0 up to whole vectors.
+def _pack_query_tile(queries: int):
+    """Build what packs `queries` rows for the score tile of so many rows of a kind that `shares_keys`."""
 
-    Row j of K starts at ``rows[j]``.
+    def codegen_for(kind):
+        def codegen(context, builder, sig, args):
+            _, q, q_stride, dim, tile = args
+            lanes = Lanes(builder, kind)
+            part = min(shared_numbers(kind, queries), lanes.count)
+            numbers = ir.VectorType(lanes.number, part)
+            with lanes.loop(0, dim, part) as (d, _):
+                for i in range(queries):
+                    source = lanes.add(lanes.add(q, lanes.mul(q_stride, i)), lanes.mul(d, lanes.bytes))
+                    target = lanes.mul(lanes.add(lanes.mul(d, queries), i * part), lanes.bytes)
+                    lanes.store(lanes.load_as(numbers, source, lanes.bytes), lanes.add(tile, target))
+            return context.get_dummy_value()
+
+        return codegen
+
+    def pack_query_tile(typingctx, kind, q, q_stride, dim, tile):
+        """``tile[d // part, i, d % part] = q[i, d]`` for the tile's rows i; part is `shared_numbers`."""
+        return types.void(kind, *[_BYTES] * 4), codegen_for(kind.tag)
+
+    return intrinsic(pack_query_tile)
+
+
+pack_query_tile_4, pack_query_tile_1 = _pack_query_tile(4), _pack_query_tile(1)
+
+
+@intrinsic
+def pack_keys(typingctx, kind, rows, begin, end, dim, panels, key_bytes):
+    """``panels[j // height, d // lanes, j % height, d % lanes] = k[j, d]`` for ``begin <= j < end``.
+
+    Vectors of `panel_height` keys lie side by side, so that a product finds its numbers at constant distances. Numbers
+    are widened, or stay as they are if the kind `uses_dot`, and are 0 up to whole vectors. Row j of K starts at
+    ``rows[j]``; `key_bytes` are a packed key's.
     """
 
     def codegen(context, builder, sig, args):
-        _, rows, n, dim, block, stride = args
+        _, rows, begin, end, dim, panels, key_bytes = args
         lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
         load, load_up_to = lanes.load_cache, lanes.load_cache_up_to
         if lanes.dot:
             load, load_up_to = lanes.load_words, lanes.load_words_up_to
-        with lanes.loop(0, n, 1) as (j, _):
+        height = panel_height()
+        with lanes.loop(begin, end, 1) as (j, _):
             source = lanes.load_as(I64, lanes.add(rows, lanes.mul(j, 8)), 8)
-            target = lanes.add(block, lanes.mul(stride, j))
+            inside = builder.urem(j, lanes.const(height))
+            target = lanes.add(panels, lanes.mul(key_bytes, builder.sub(j, inside)))
+            target = lanes.add(target, lanes.mul(inside, REGISTER_BYTES))
 
             def copy(d, load_here, source=source, target=target):
                 value = load_here(lanes.add(source, lanes.mul(d, itemsize(kind.tag))))
-                lanes.store(value, lanes.add(target, lanes.mul(d, lanes.query_bytes)))
+                lanes.store(value, lanes.add(target, lanes.mul(d, height * lanes.query_bytes)))
 
             whole = builder.and_(dim, lanes.const(-lanes.step))
             with lanes.loop(0, whole, lanes.step) as (d, _):
@@ -66,7 +100,7 @@ def pack_keys(typingctx, kind, rows, n, dim, block, stride):
                 copy(d, lambda address: load_up_to(address, left))
         return context.get_dummy_value()
 
-    return types.void(kind, *[_BYTES] * 5), codegen
+    return types.void(kind, *[_BYTES] * 6), codegen
 
 
 @intrinsic

@@ -8,32 +8,22 @@ plan; it reads its keys in blocks.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from nbattn.cpu_ref.block_steps import Block, Side, block_shape, make_scratch, prepare_rows, score_block, weigh_block
-from nbattn.cpu_ref.blocks import padded, query_bits
-from nbattn.cpu_ref.compiling import keep_short, kernel, part
+from nbattn.cpu_ref.blocks import padded
+from nbattn.cpu_ref.compiling import keep_short, part, worker
 from nbattn.cpu_ref.number_formats import address_of, load_int32, store_int64
 from nbattn.cpu_ref.packing import fill
-from nbattn.cpu_ref.problem import (
-    K_ADDRESS,
-    K_HEAD,
-    K_PAGE,
-    K_SLOT,
-    NUM_PAGES,
-    PAGE_IDS,
-    PAGE_SIZE,
-    V_ADDRESS,
-    V_HEAD,
-    V_PAGE,
-    V_SLOT,
-)
+from nbattn.cpu_ref.problem import Output, Pages, Queries, Rules
+from nbattn.cpu_ref.records import WORD_BYTES, column, read_record, words_before
 from nbattn.cpu_ref.rows import load_queries, store_rows
 from nbattn.cpu_ref.rules import apply_rules
 from nbattn.cpu_ref.scratch import zeros
+from nbattn.cpu_ref.softmax_steps import FOLD_KEYS, drop_outside, fold_block, softmax_block
 from nbattn.cpu_ref.tags import number_type
-from nbattn.cpu_ref.tiles import FOLD_KEYS, drop_outside, fold_block, softmax_block
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import page_and_slot, visible_keys
 from nbattn.work_list import (
@@ -48,7 +38,27 @@ from nbattn.work_list import (
     ROW_BEGIN,
     ROW_END,
     STATE,
+    WORK_COLUMNS,
 )
+
+
+class PagedJob(NamedTuple):
+    """The first part of a record of `paged_worker`."""
+
+    next_task: int
+    tasks: int  # address of int32 [num_tasks, 3]: work item, first KV head, KV heads
+    num_tasks: int
+    max_rows: int  # most packed rows of a task
+    max_heads: int  # most KV heads of a task
+    work: int  # address of int32 [num_work, WORK_COLUMNS]: the plan's work list
+
+
+QUERIES_WORD = words_before(PagedJob)
+OUTPUT_WORD = words_before(PagedJob, Queries)
+STATES_WORD = words_before(PagedJob, Queries, Output)
+RULES_WORD = words_before(PagedJob, Queries, Output, Output)
+LEVELS_WORD = words_before(PagedJob, Queries, Output, Output, Rules)  # the `Pages` of every level
+_TASK_BYTES, _ITEM_BYTES, _LEVEL_BYTES = 4 * 3, 4 * WORK_COLUMNS, WORD_BYTES * words_before(Pages)
 
 
 @part
@@ -58,9 +68,9 @@ def find_rows(lists, keys, level, head, page_begin, key, n):
     ``lists`` is the address of int64 [3, keys]: K rows, V rows, and whether a key is unmapped.
     """
     value_rows, unmapped = lists + 8 * keys, lists + 16 * keys
-    page_size, page_ids = level[PAGE_SIZE], level[PAGE_IDS]  # once: the lists might be part of them
-    k_first, k_page, k_slot = level[K_ADDRESS] + head * level[K_HEAD], level[K_PAGE], level[K_SLOT]
-    v_first, v_page, v_slot = level[V_ADDRESS] + head * level[V_HEAD], level[V_PAGE], level[V_SLOT]
+    page_size, page_ids = level.page_size, level.page_ids
+    k_first, k_page, k_slot = level.k + head * level.k_head, level.k_page, level.k_slot
+    v_first, v_page, v_slot = level.v + head * level.v_head, level.v_page, level.v_slot
     page, slot = page_and_slot(key, page_size)
     k_row, v_row = np.int64(0), np.int64(0)
     j = np.int64(0)
@@ -81,45 +91,30 @@ def find_rows(lists, keys, level, head, page_begin, key, n):
         store_int64(unmapped + 8 * rest, 1)
 
 
-@kernel
-def paged_worker(
-    kind,
-    rule_tag,
-    counters,
-    number_kind,
-    tile,
-    tasks,
-    work,
-    levels,
-    max_rows,
-    max_heads,
-    queries,
-    output,
-    states,
-    rules,
-):
+@worker
+def paged_worker(record, kind, rule_tag, number_kind, tile):
     """Take tasks until none is left.
 
     Parameters
     ----------
+    record : int
+        Address of a `PagedJob`, `Queries`, the `Output` of results, that of the partial states of split rows, `Rules`
+        and the `Pages` of every level.
     kind, number_kind, rule_tag, tile : Tag
         Cache dtype, arithmetic dtype (float32 or float64), rules and kind of task: the compile-time choices.
-    counters : int64 [2]
-        Next task, finished tasks.
-    tasks : int32 [num_tasks, 3]
-        Work item, first KV head, KV heads; `max_rows` and `max_heads` are the most packed rows and heads of one.
-    work : int32 [num_work, columns], levels : int64 [num_levels, columns]
-        The plan's work list and where each level's pages lie.
-    output, states : Output
-        The result, and the partial states of split rows.
     """
     keep_short()
-    group = queries.group_size
+    job = read_record(PagedJob, record)
+    queries = read_record(Queries, record + WORD_BYTES * QUERIES_WORD)
+    output = read_record(Output, record + WORD_BYTES * OUTPUT_WORD)
+    states = read_record(Output, record + WORD_BYTES * STATES_WORD)
+    rules = read_record(Rules, record + WORD_BYTES * RULES_WORD)
+    group, max_rows, max_heads = queries.group_size, job.max_rows, job.max_heads
+    scale = number_type(kind)(queries.scale)
     number = number_type(kind)
     keys, spare_rows, spare_columns = block_shape(tile)
     room, stride = max_rows + spare_rows, padded(max_rows + spare_rows)
     q = zeros(number, room, padded(queries.dim))
-    bits = query_bits(kind, room, queries.dim)
     acc = zeros(number, room, padded(output.dim + spare_columns))
     total = zeros(number, room, padded(output.dim + spare_columns))
     s = zeros(number, keys, stride)
@@ -132,15 +127,16 @@ def paged_worker(
     rotating = rules.cos != 0
     scratch = make_scratch(tile, kind, q, rotating, max_heads, queries.dim, output.dim)
     while True:
-        task = next_task(counters, 0)
-        if task >= tasks.shape[0]:
+        task = next_task(record)
+        if task >= job.num_tasks:
             return
-        item, head_begin, heads = work[tasks[task, 0]], np.int64(tasks[task, 1]), np.int64(tasks[task, 2])
-        level = levels[item[LEVEL]]
-        k_head, v_head = level[K_HEAD], level[V_HEAD]
-        row_begin, row_end = np.int64(item[ROW_BEGIN]), np.int64(item[ROW_END])
-        key_position, key_base = np.int64(item[KEY_POSITION]), np.int64(item[KEY_BASE])
-        page_begin, kv_len = np.int64(item[PAGE_BEGIN]), np.int64(item[KV_LEN])
+        place = job.tasks + _TASK_BYTES * task
+        item, head_begin, heads = job.work + _ITEM_BYTES * column(place, 0), column(place, 1), column(place, 2)
+        level = read_record(Pages, record + WORD_BYTES * LEVELS_WORD + _LEVEL_BYTES * column(item, LEVEL))
+        row_begin, row_end = column(item, ROW_BEGIN), column(item, ROW_END)
+        key_position, key_base = column(item, KEY_POSITION), column(item, KEY_BASE)
+        page_begin, kv_len = column(item, PAGE_BEGIN), column(item, KV_LEN)
+        causal = column(item, CAUSAL) != 0
         tokens = row_end - row_begin
         rows = tokens * group
         load_queries(number_kind, queries, row_begin, row_end, head_begin, heads, address_of(q), q.strides[0])
@@ -157,14 +153,14 @@ def paged_worker(
             qo_head[packed] = (head_begin + packed // rows) * group + packed % group
             position[packed] = load_int32(rules.row_position + 4 * q_row[packed])
             first[packed], end[packed] = visible_keys(
-                position[packed], key_position, kv_len, item[CAUSAL] != 0, rules.window_left, rules.chunk_size
+                position[packed], key_position, kv_len, causal, rules.window_left, rules.chunk_size
             )
             if first[packed] > last_first:
                 last_first = first[packed]
             if end[packed] < first_end:
                 first_end = end[packed]
-        key, key_end = np.int64(item[KEY_BEGIN]), np.int64(item[KEY_END])
-        if level[NUM_PAGES] == 0:  # an unmapped page stands for page 0, which is not there
+        key, key_end = column(item, KEY_BEGIN), column(item, KEY_END)
+        if level.num_pages == 0:  # an unmapped page stands for page 0, which is not there
             key_end = key
         n = min(keys, key_end - key)
         # in the loop over blocks addresses only: arrays are counted, atomically, with every slice and tuple of them
@@ -173,8 +169,8 @@ def paged_worker(
         places, rotated = scratch.places, scratch.keys
         if n > 0:
             find_rows(here, keys, level, head_begin, page_begin, key, n)
-        operand = prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, bits, heads * rows, queries.dim,
-                               here, n)  # fmt: skip
+        operand = prepare_rows(rule_tag, tile, kind, number_kind, rotating, scratch, q, heads, rows, queries.dim, here,
+                               n)  # fmt: skip
         while n > 0:
             n_next = min(keys, key_end - key - n)
             if n_next > 0:
@@ -182,10 +178,10 @@ def paged_worker(
             after = coming if n_next > 0 else here
             whole = last_first <= key and first_end >= key + n
             block = Block(key, n, key_base + key, head_begin, first_address, end_address, whole)
-            k_side = Side(here, after, k_head, level[K_SLOT])
-            v_side = Side(here + 8 * keys, after + 8 * keys, v_head, level[V_SLOT])
+            k_side = Side(here, after, level.k_head, level.k_slot)
+            v_side = Side(here + 8 * keys, after + 8 * keys, level.v_head, level.v_slot)
             score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block,
-                        k_side, queries.dim, queries.scale, s, v_side, output.dim)  # fmt: skip
+                        k_side, queries.dim, scale, s, v_side, output.dim)  # fmt: skip
             select = apply_rules(rule_tag, kind, rules, s, n, heads * rows, key, key_base, key_position,
                                  here + 16 * keys, qo_head, q_row, position)  # fmt: skip
             if not whole:
@@ -204,8 +200,8 @@ def paged_worker(
                 summed = 0
             key, n, here, coming = key + n, n_next, coming, here
         target, first_row = output, row_begin
-        if item[STATE] >= 0:
-            target, first_row = states, np.int64(item[STATE])
+        state = column(item, STATE)
+        if state >= 0:
+            target, first_row = states, state
         store_rows(number_kind, target, first_row, first_row + tokens, head_begin, heads, address_of(total),
                    total.strides[0], address_of(total_m), address_of(total_sum))  # fmt: skip
-        next_task(counters, 1)

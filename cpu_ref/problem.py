@@ -1,17 +1,30 @@
-"""What a CPU kernel is told, by name. Addresses and strides are in bytes; address 0 means *absent*.
+"""What a CPU kernel is told, by name: parts of a record. Addresses and strides are in bytes; address 0 means *absent*.
 
-Arrays come as addresses, for Numba counts each array of a tuple, atomically, in every function that the tuple is given
-to; where no strides are told they are contiguous. Those marked *number* are float32, or float64 for float64 inputs.
-Scores are in log2 units (see `nbattn.scoring`).
+Arrays without strides are contiguous. Those marked *number* are float32, or float64 for float64 inputs. Scores are in
+log2 units (see `nbattn.scoring`).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# columns of the table of levels: where its pages lie, in bytes
-K_ADDRESS, K_PAGE, K_SLOT, K_HEAD, V_ADDRESS, V_PAGE, V_SLOT, V_HEAD, PAGE_IDS, PAGE_SIZE, NUM_PAGES = range(11)
 MASK_BOOL = 4  # the dtype code of a boolean mask, beside DTYPE_CODE
+
+
+class Pages(NamedTuple):
+    """Where the pages of a level lie: K ``[pages, slots, heads, dim]`` with these strides, and V."""
+
+    k: int
+    k_page: int
+    k_slot: int
+    k_head: int
+    v: int
+    v_page: int
+    v_slot: int
+    v_head: int
+    page_ids: int  # address of int32
+    page_size: int
+    num_pages: int
 
 
 class Queries(NamedTuple):
@@ -60,7 +73,10 @@ class Rules(NamedTuple):
     slopes: int  # address of number [num_qo_heads], log2 units
     mask_address: int
     mask_code: int  # DTYPE_CODE of an additive mask, MASK_BOOL for a boolean one
-    mask_strides: tuple[int, int, int, int]  # request, head, row, key; 0 broadcasts
+    mask_request: int  # strides; 0 broadcasts
+    mask_head: int
+    mask_row: int
+    mask_key: int
     row_request: int  # address of int32 [total_q], read with a mask
     row_index: int  # address of int32 [total_q], read with a mask
     cos: int  # address of number [positions, dim / 2] of rotated keys

@@ -112,7 +112,7 @@ def load_queries(kind, queries, row_begin, row_end, head_begin, heads, packed, p
                 if queries.k_scale != 0:
                     multiply_row(kind, packed, queries.k_scale + head * dim * bytes_of(kind)[1], dim)
                 if queries.scale == 0:  # wins over products that would overflow before they are scaled
-                    scale_row(kind, packed, queries.scale, dim)
+                    scale_row(kind, packed, number_type(kind)(queries.scale), dim)
                 packed += packed_stride
 
 

@@ -33,16 +33,16 @@ def _add_alibi(kind, rules, s, n, rows, key_position, qo_head, position):
 @part
 def _apply_mask(rules, s, n, rows, key, qo_head, q_row):
     """Add an additive mask or select with a boolean one; `key` is the first key's index in the request."""
-    b, h, i, k = rules.mask_strides
     dropped = False
     for row in range(rows):
         request = np.int64(load_int32(rules.row_request + 4 * q_row[row]))
         index = np.int64(load_int32(rules.row_index + 4 * q_row[row]))
         if request < 0:  # a row without keys of its own in the last level has no mask
             continue
-        place = rules.mask_address + request * b + qo_head[row] * h + index * i
+        place = rules.mask_address + request * rules.mask_request + qo_head[row] * rules.mask_head
+        place += index * rules.mask_row
         for j in range(n):
-            bias = read_number(place + (key + j) * k, rules.mask_code)
+            bias = read_number(place + (key + j) * rules.mask_key, rules.mask_code)
             if bias > -math.inf:
                 s[j, row] += bias * LOG2E
             else:  # -inf, or NaN

@@ -32,12 +32,17 @@ def _typeof_tag(tag, context):
     return TagType(tag.name)
 
 
-register_model(TagType)(models.OpaqueModel)
+@register_model(TagType)
+class _NoMembers(models.StructModel):
+    """A tag takes no room, so that a function of an address and tags is called like one of an address."""
+
+    def __init__(self, manager, tag_type):
+        super().__init__(manager, tag_type, [])
 
 
 @unbox(TagType)
 def _unbox_tag(tag_type, obj, context):
-    return NativeValue(context.context.get_dummy_value())
+    return NativeValue(context.context.get_constant_undef(tag_type))
 
 
 @intrinsic

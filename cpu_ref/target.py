@@ -2,116 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from nbattn.arrays import dtype_name, name_of
 from nbattn.cpu_ref import workers
 from nbattn.cpu_ref.addresses import address_of
-from nbattn.cpu_ref.cpu import REGISTER_BYTES
-from nbattn.cpu_ref.gather_attention import gather_worker
-from nbattn.cpu_ref.merge_states import ROWS_PER_TASK, SOURCE_COLUMNS, merge_worker
+from nbattn.cpu_ref.gather_attention import GatherJob, gather_worker
+from nbattn.cpu_ref.merge_states import ROWS_PER_TASK, SOURCES_WORD, MergeJob, Source, merge_worker
 from nbattn.cpu_ref.number_formats import DTYPE_CODE, itemsize
-from nbattn.cpu_ref.paged_attention import paged_worker
+from nbattn.cpu_ref.paged_attention import LEVELS_WORD, OUTPUT_WORD, QUERIES_WORD, STATES_WORD, PagedJob, paged_worker
 from nbattn.cpu_ref.prepare_query import ROWS_PER_TASK as PREPARED_PER_TASK
-from nbattn.cpu_ref.prepare_query import prepare_worker
-from nbattn.cpu_ref.problem import K_ADDRESS, MASK_BOOL, V_ADDRESS, Output, Queries, Rules
-from nbattn.cpu_ref.tags import CACHE_KINDS, FEW, FULL, MANY, PLAIN, Tag
+from nbattn.cpu_ref.prepare_query import PrepareJob, prepare_worker
+from nbattn.cpu_ref.problem import MASK_BOOL, Output, Pages, Queries, Rules
+from nbattn.cpu_ref.records import record_of
+from nbattn.cpu_ref.tags import CACHE_KINDS, FULL, PLAIN
+from nbattn.cpu_ref.tasks import TaskList
+from nbattn.cpu_ref.tasks import lane as lane  # what the engine asks of a target
+from nbattn.cpu_ref.tasks import tiling as tiling
 from nbattn.indexing import kv_head_of
 from nbattn.kv_cache import PagedKV
-from nbattn.planning import Plan, Tiling
-from nbattn.problem import Level, Preparation, Problem, Rope
+from nbattn.planning import Plan
+from nbattn.problem import Preparation, Problem, Rope
 from nbattn.rotary import Planes, planes_for
 from nbattn.scoring import LN2, LOG2E
 from nbattn.threads import get_num_threads
-from nbattn.work_list import KEY_BEGIN, KEY_END, ROW_BEGIN, ROW_END, SHARES_PER_THREAD, WorkList, build_gather_work
+from nbattn.work_list import WorkList, build_gather_work
 
-FEW_ROWS = 16  # packed rows of a KV head up to which a task takes all heads, so that tokens are read in order
-# Packed rows of a task with one head: its accumulators and queries stay in L2, of 1 MB wherever there is AVX-512.
-MANY_ROWS = 384 if REGISTER_BYTES == 64 else 192
-SERIAL_NANOSECONDS = 100_000  # work below it is done by one thread: a second takes 20 us to start, splits are merged
 _DTYPE_OF_CODE = {code: name for name, code in DTYPE_CODE.items()}
 _UNCHANGED = 0, 0, 0, 0, 0, 0, 0  # the last fields of an `Output`: no sinks, no scale, no gate
-_LSE = Output._fields.index("lse_address")
+_ADDRESS, _LSE = Output._fields.index("address"), Output._fields.index("lse_address")
+_MERGED = SOURCES_WORD - len(Output._fields)
+_SOURCE_V, _SOURCE_S = Source._fields.index("v"), Source._fields.index("s")
+_K, _V = Pages._fields.index("k"), Pages._fields.index("v")
 READ_RATE, DOT_RATE = 16.0, 50.0  # bytes and multiply-adds per nanosecond of one thread, roughly
-
-
-def tiling(
-    levels: tuple[Level, ...], num_qo_heads: int, split_size: int | None, max_kv_len: int | None = None
-) -> Tiling:
-    """Return how work is cut for this target."""
-    group = num_qo_heads // levels[0].kv.num_kv_heads
-    longest = max(int((level.qo_indptr[1:] - level.qo_indptr[:-1]).max(initial=0)) for level in levels)
-    tokens = longest if longest * group <= FEW_ROWS else max(1, MANY_ROWS // group)
-    return Tiling((max(1, tokens),) * len(levels), get_num_threads() * SHARES_PER_THREAD)
-
-
-def lane() -> int:
-    """Return what plans that the library makes by itself are made for: the number of threads."""
-    return get_num_threads()
-
-
-class Tasks(NamedTuple):
-    """Tasks of one kind.
-
-    Attributes
-    ----------
-    tile : Tag
-        `FEW` or `MANY` packed rows.
-    tasks : int32 array, shape [num_tasks, 3]
-        Work item, first KV head, KV heads.
-    max_rows, max_heads : int
-        Most packed rows and most KV heads of a task.
-    """
-
-    tile: Tag
-    tasks: np.ndarray
-    max_rows: int
-    max_heads: int
-
-
-class TaskList:
-    """A plan's work items as tasks of the worker team: each with all KV heads if its rows are few, else with one.
-
-    Attributes
-    ----------
-    kinds : list of Tasks
-        One of each kind that there is, many rows first.
-    numbers, dots : int
-        Numbers read and multiply-adds of all tasks.
-    """
-
-    def __init__(self, plan: Plan, problem: Problem):
-        kv = problem.levels[0].kv
-        self.num_qo_heads, self.num_kv_heads = problem.num_qo_heads, kv.num_kv_heads
-        self.dims = kv.head_dim_qk + kv.head_dim_vo
-        self.refill(plan, problem.levels)
-
-    def refill(self, plan: Plan, levels: tuple[Level, ...]) -> None:
-        """Take over a plan's new work list."""
-        num_kv_heads, work = self.num_kv_heads, plan.work_list.work
-        group, max_tokens = self.num_qo_heads // num_kv_heads, plan.work_list.max_tokens
-        tokens = 1 if max_tokens == 1 else work[:, ROW_END].astype(np.int64) - work[:, ROW_BEGIN]
-        few, few_tokens = np.arange(len(work)), max_tokens
-        self.kinds = []
-        if max_tokens * group > FEW_ROWS:
-            is_few = np.broadcast_to(tokens * group <= FEW_ROWS, len(work))
-            few, many = np.flatnonzero(is_few), np.flatnonzero(~is_few)
-            few_tokens = FEW_ROWS // group
-            if len(many):
-                tasks = np.ones((num_kv_heads, len(many), 3), np.int32)  # tiles of one head read the same keys in turn
-                tasks[:, :, 0], tasks[:, :, 1] = many, np.arange(num_kv_heads)[:, None]
-                self.kinds.append(Tasks(MANY, tasks.reshape(-1, 3), max_tokens * group, 1))
-        if len(few):
-            tasks = np.zeros((len(few), 3), np.int32)
-            tasks[:, 0], tasks[:, 2] = few, num_kv_heads
-            self.kinds.append(Tasks(FEW, tasks, few_tokens * group * num_kv_heads, num_kv_heads))
-        keys = work[:, KEY_END] - work[:, KEY_BEGIN]
-        num_keys = int(keys.sum(dtype=np.int64))
-        self.numbers = num_keys * num_kv_heads * self.dims
-        pairs = num_keys if max_tokens == 1 else int((keys * tokens).sum())
-        self.dots = pairs * self.num_qo_heads * self.dims
 
 
 class PagedCall:
@@ -123,46 +48,48 @@ class PagedCall:
         kv, options, number = problem.levels[0].kv, problem.options, problem.number
         if plan.on_target is None:
             plan.on_target = TaskList(plan, problem)
-        tasks: TaskList = plan.on_target
-        self.tasks, self.work_list = tasks, plan.work_list
-        self.owners: list[np.ndarray] = []  # of the arrays whose addresses are kept
-        self.rules, full = _rules(problem, plan, self.owners)
-        self.tags = CACHE_KINDS[kv.kv_dtype], FULL if full else PLAIN, CACHE_KINDS[name_of(number)]
-        self.bytes_read = tasks.numbers * kv.k.dtype.itemsize
+        work_list, kinds, numbers, dots = plan.on_target.work
+        self.owners: list[np.ndarray] = [work_list.work]  # of the arrays whose addresses are kept
+        rules, full = _rules(problem, plan, self.owners)
         folded = options.k_scale if options.rope is None else None
-        self.queries = _queries(problem, q, scale, folded, self.owners)[1:]
-        output = _output(problem, self.owners)
-        self.rows, self.lse_rows = output[1:_LSE], output[_LSE + 1 :]
-        self.levels = np.array([_level_row(level.kv) for level in problem.levels], np.int64)
-        self.places = [(level, column) for level in range(len(self.levels)) for column in (K_ADDRESS, V_ADDRESS)]
-        self.entries: dict[Any, Any] = {}  # the kernel's compiled code for each kind of task
-        shape = (plan.work_list.num_states, problem.num_qo_heads, kv.head_dim_vo)
-        self.states = shape, problem.num_qo_heads // kv.num_kv_heads, number
-        self.no_states = None if len(plan.work_list.merge_rows) else _NO_STATES  # none is written, none merged
+        queries, output = _queries(problem, q, scale, folded, self.owners), _output(problem, self.owners)
+        shape, states = (work_list.num_states, problem.num_qo_heads, kv.head_dim_vo), _NO_STATES
+        if work_list.num_states:
+            states = _states(np.empty(shape, number), np.empty(shape[:2], number), queries.group_size)
+        pages = [_pages(level.kv) for level in problem.levels]
+        self.nanoseconds = _nanoseconds(numbers * kv.k.dtype.itemsize, dots)
+        self.jobs: list[tuple[int, np.ndarray, int]] = []  # code, record and number of tasks of each kind
+        for tile, kind_tasks, max_rows, max_heads in kinds:
+            tags = CACHE_KINDS[kv.kv_dtype], FULL if full else PLAIN, CACHE_KINDS[name_of(number)], tile
+            job = PagedJob(
+                0, _place(kind_tasks, self.owners), len(kind_tasks), max_rows, max_heads, address_of(work_list.work)
+            )
+            record = record_of(job, queries, output, states, rules, *pages)
+            self.jobs.append((workers.code_of(paged_worker, *tags), record, len(kind_tasks)))
+        places = [LEVELS_WORD + len(Pages._fields) * i + column for i in range(len(pages)) for column in (_K, _V)]
+        self.places = QUERIES_WORD + _ADDRESS, OUTPUT_WORD + _ADDRESS, OUTPUT_WORD + _LSE, *places
+        self.states = shape, number
+        self.merge = None
+        if len(work_list.merge_rows):
+            self.merge = SplitMerge(work_list, output, states, problem.num_qo_heads, number, self.owners)
 
     address = staticmethod(address_of)
 
     def __call__(self, addresses: tuple[int, ...], options: tuple[int, ...] = ()) -> bool:
         """Run on arrays of the shapes, strides and dtypes it was made for: see `nbattn.repeat.Launch`."""
-        q, out, lse, *pages = addresses
-        states = self.no_states or _states(*self.states)
-        queries = Queries._make((q, *self.queries))
-        output = Output._make((out, *self.rows, lse, *self.lse_rows))
-        levels = self.levels.copy()  # other threads may be in this call too
-        for place, address in zip(self.places, pages, strict=True):
-            levels[place] = address
-        kind, rule_tag, number_kind = self.tags
-        threads = _threads(self.bytes_read, self.tasks.dots)
-        for tile, tasks, max_rows, max_heads in self.tasks.kinds:
-            arguments = (
-                kind, rule_tag, np.zeros(2, np.int64), number_kind, tile, tasks, self.work_list.work,
-                levels, max_rows, max_heads, queries, output, states.rows, self.rules,
-            )  # fmt: skip
-            entry = self.entries.get(tile)
-            if entry is None:
-                entry = self.entries[tile] = workers.entry_of(paged_worker, (*self.tags, tile), arguments)
-            workers.run_entry(entry, len(tasks), threads, arguments)
-        _merge_splits(self.work_list, output, states)
+        threads, v_states, s_states = get_num_threads(), 0, 0
+        if self.merge is not None:
+            shape, number = self.states
+            v, s = np.empty(shape, number), np.empty(shape[:2], number)
+            v_states, s_states = address_of(v), address_of(s)
+        for code, template, num_tasks in self.jobs:
+            record = template.copy()  # other threads may be in this call too
+            for place, address in zip(self.places, addresses, strict=True):
+                record[place] = address
+            record[STATES_WORD + _ADDRESS], record[STATES_WORD + _LSE] = v_states, s_states
+            workers.run(code, record, num_tasks, threads, self.nanoseconds)
+        if self.merge is not None:
+            self.merge(v_states, s_states, addresses[1], addresses[2], threads)
         return True
 
 
@@ -189,21 +116,27 @@ def run_gather(problem: Problem, token_indices: np.ndarray, counts: np.ndarray, 
         kv.kv_lens, kv.kv_indptr[:-1], level.qo_indptr, clamped, problem.q.shape[0],
         split_size=split_size, workers=get_num_threads(),
     )  # fmt: skip
-    owners: list[np.ndarray] = []
+    owners: list[np.ndarray] = [lists, work_list.work]
     queries = _queries(problem, problem.q, options.sm_scale * LOG2E, options.k_scale, owners)
-    output = _output(problem, owners)
+    output, number = _output(problem, owners), problem.number
     shape = (work_list.num_states, problem.num_qo_heads, kv.head_dim_vo)
-    states = _states(shape, queries.group_size, problem.number)
+    v, s = np.empty(shape, number), np.empty(shape[:2], number)
+    states = _states(v, s, queries.group_size)
     entries = int(clamped[int(level.qo_indptr[0]) : int(level.qo_indptr[-1])].sum())
     numbers = entries * kv.num_kv_heads * (kv.head_dim_qk + kv.head_dim_vo)
+    threads = get_num_threads()
     if len(work_list.work):
+        job = GatherJob(
+            0, address_of(work_list.work), len(work_list.work), kv.num_kv_heads, address_of(lists), lists.shape[1]
+        )
         workers.run(
-            gather_worker, (kv.kv_dtype,), len(work_list.work),
-            _threads(numbers * kv.k.dtype.itemsize, numbers * queries.group_size),
-            CACHE_KINDS[kv.kv_dtype], kv.num_kv_heads, np.zeros(2, np.int64), work_list.work, lists,
-            np.array(_level_row(kv), np.int64), queries, output, states.rows,
+            workers.code_of(gather_worker, CACHE_KINDS[kv.kv_dtype]),
+            record_of(job, queries, output, states, _pages(kv)), len(work_list.work), threads,
+            _nanoseconds(numbers * kv.k.dtype.itemsize, numbers * queries.group_size),
         )  # fmt: skip
-    _merge_splits(work_list, output, states)
+    if len(work_list.merge_rows):
+        merge = SplitMerge(work_list, output, states, problem.num_qo_heads, number, owners)
+        merge(address_of(v), address_of(s), output.address, output.lse_address, threads)
 
 
 def run_merge(
@@ -217,51 +150,60 @@ def run_merge(
     rows = np.arange(v.shape[0], dtype=np.int32) if mask is None else np.flatnonzero(mask).astype(np.int32)
     if v.shape[1] == 0 or len(rows) == 0:
         return
-    table = np.zeros((len(sources), SOURCE_COLUMNS), np.int64)
-    for row, (v_x, s_x) in zip(table, sources, strict=True):
-        row[:] = address_of(v_x), *v_x.strides[:2], address_of(s_x), *s_x.strides
-    nothing = np.zeros(0, np.int32)
     output = Output(
         address_of(v), DTYPE_CODE[dtype_name(v)], v.strides[0], v.strides[1], v.shape[2], 1,
         address_of(s), DTYPE_CODE[dtype_name(s)], s.strides[0], s.strides[1], 1.0 if lse_base == "2" else LN2,
         *_UNCHANGED,
     )  # fmt: skip
-    unit = 1.0 if lse_base == "2" else LOG2E
-    s_code = DTYPE_CODE[dtype_name(sources[0][1])] if sources else 0
-    bytes_read = len(rows) * len(sources) * v.shape[1] * v.shape[2] * v.dtype.itemsize
-    name = dtype_name(v)
-    _run_merge(name, name, len(rows), bytes_read, v.shape[1], table, s_code, unit, rows, nothing, nothing, output)
-
-
-def _merge_splits(work_list: WorkList, output: Output, states: States) -> None:
-    if len(work_list.merge_rows) == 0:
-        return
-    v, s = states.v, states.s
-    table = np.array([[address_of(v), *v.strides[:2], address_of(s), *s.strides]], np.int64)
-    name = dtype_name(v)
-    _run_merge(
-        name, _DTYPE_OF_CODE[output.code], len(work_list.merge_rows), v.nbytes, v.shape[1], table,
-        DTYPE_CODE[name], 1.0, work_list.merge_rows, work_list.merge_indptr, work_list.merge_slots, output,
+    job = MergeJob(
+        0, address_of(rows), len(rows), v.shape[1], len(sources), len(sources),
+        DTYPE_CODE[dtype_name(sources[0][1])] if sources else 0, 1.0 if lse_base == "2" else LOG2E, 0, 0, 0,
     )  # fmt: skip
-
-
-def _run_merge(kind: str, out_kind: str, num_rows: int, bytes_read: int, *rest: Any) -> None:
-    tasks = -(-num_rows // ROWS_PER_TASK)
+    places = [Source._make((address_of(x), *x.strides[:2], address_of(lse), *lse.strides)) for x, lse in sources]
+    numbers, kind = len(rows) * len(sources) * v.shape[1] * v.shape[2], CACHE_KINDS[dtype_name(v)]
     workers.run(
-        merge_worker, (kind, out_kind), tasks, _threads(bytes_read, bytes_read // itemsize(kind)),
-        CACHE_KINDS[kind], CACHE_KINDS[out_kind], np.zeros(2, np.int64), tasks, *rest,
+        workers.code_of(merge_worker, kind, kind), record_of(job, output, *places), -(-len(rows) // ROWS_PER_TASK),
+        get_num_threads(), _nanoseconds(numbers * v.dtype.itemsize, numbers),
     )  # fmt: skip
 
 
-def _threads(bytes_read: int, dots: int) -> int:
-    """Return how many threads a piece of work is worth."""
-    return 1 if max(bytes_read / READ_RATE, dots / DOT_RATE) < SERIAL_NANOSECONDS else get_num_threads()
+class SplitMerge:
+    """The merge of a plan's split rows, in which all is settled but the addresses of states and results."""
+
+    def __init__(
+        self, work_list: WorkList, output: Output, states: Output, heads: int, number: np.dtype,
+        owners: list[np.ndarray],
+    ):  # fmt: skip
+        kind, out_kind = CACHE_KINDS[name_of(number)], CACHE_KINDS[_DTYPE_OF_CODE[output.code]]
+        self.code = workers.code_of(merge_worker, kind, out_kind)
+        rows, indptr, slots = work_list.merge_rows, work_list.merge_indptr, work_list.merge_slots
+        self.tasks = -(-len(rows) // ROWS_PER_TASK)
+        job = MergeJob(
+            0, _place(rows, owners), len(rows), heads, 1, int((indptr[1:] - indptr[:-1]).max(initial=0)),
+            DTYPE_CODE[kind.name], 1.0, _place(indptr, owners), _place(slots, owners), len(slots),
+        )  # fmt: skip
+        source = Source(0, states.stride, states.head_stride, 0, states.lse_stride, states.lse_head_stride)
+        self.template = record_of(job, output, source)
+        numbers = len(slots) * heads * output.dim
+        self.nanoseconds = _nanoseconds(numbers * itemsize(kind.name), numbers)
+
+    def __call__(self, v: int, s: int, out: int, lse: int, threads: int) -> None:
+        """Merge the states at `v` and `s` into `out` and `lse`."""
+        record = self.template.copy()
+        record[_MERGED + _ADDRESS], record[_MERGED + _LSE] = out, lse
+        record[SOURCES_WORD + _SOURCE_V], record[SOURCES_WORD + _SOURCE_S] = v, s
+        workers.run(self.code, record, self.tasks, threads, self.nanoseconds)
 
 
-def _level_row(kv: PagedKV) -> tuple[int, ...]:
-    """Return where a level's pages lie, as the kernels' table of levels has it."""
+def _nanoseconds(bytes_read: int, dots: int) -> float:
+    """Return about how long one thread takes."""
+    return max(bytes_read / READ_RATE, dots / DOT_RATE)
+
+
+def _pages(kv: PagedKV) -> Pages:
     k, v, ids = kv.k, kv.v, kv.kv_indices
-    return (address_of(k), *k.strides[:3], address_of(v), *v.strides[:3], address_of(ids), kv.page_size, kv.num_pages)
+    places = address_of(k), *k.strides[:3], address_of(v), *v.strides[:3], address_of(ids), kv.page_size, kv.num_pages
+    return Pages._make(places)
 
 
 def _queries(problem: Problem, q: np.ndarray, scale: float, k_scale: Any, owners: list[np.ndarray]) -> Queries:
@@ -295,24 +237,16 @@ def _gate(gate: np.ndarray) -> tuple[int, int, int, int, int]:
     return address_of(gate), DTYPE_CODE[dtype_name(gate)], gate.strides[0], gate.strides[1], step
 
 
-class States(NamedTuple):
-    """Partial results of split rows: normalised values and base-2 lse, and where a kernel finds them."""
-
-    v: np.ndarray  # number [num_states, num_qo_heads, dim]
-    s: np.ndarray  # number [num_states, num_qo_heads]
-    rows: Output
-
-
-def _states(shape: tuple[int, int, int], group_size: int, number: np.dtype) -> States:
-    v, s, code = np.empty(shape, number), np.empty(shape[:2], number), DTYPE_CODE[name_of(number)]
-    rows = Output(
-        address_of(v), code, v.strides[0], v.strides[1], shape[2], group_size,
+def _states(v: np.ndarray, s: np.ndarray, group_size: int) -> Output:
+    """Return where partial results of split rows go: normalised values and base-2 lse."""
+    code = DTYPE_CODE[name_of(v.dtype)]
+    return Output(
+        address_of(v), code, v.strides[0], v.strides[1], v.shape[2], group_size,
         address_of(s), code, s.strides[0], s.strides[1], 1.0, *_UNCHANGED,
     )  # fmt: skip
-    return States(v, s, rows)
 
 
-_NO_STATES = States(np.zeros((0, 0, 0)), np.zeros((0, 0)), Output(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, *_UNCHANGED))
+_NO_STATES = Output(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0, *_UNCHANGED)
 
 
 def _place(values: np.ndarray | None, owners: list[np.ndarray]) -> int:
@@ -341,12 +275,11 @@ def _rules(problem: Problem, plan: Plan, owners: list[np.ndarray]) -> tuple[Rule
     """Return the rules, and whether any goes beyond positions."""
     options, number, kv = problem.options, problem.number, problem.levels[0].kv
     places, mask = plan.places, options.attn_mask
-    mask_code, strides, row_request, row_index = 0, (0, 0, 0, 0), None, None
+    mask_code, strides, row_request, row_index = 0, [0, 0, 0, 0], None, None
     if mask is not None:
         row_request, row_index = places.row_request, places.row_index
         mask_code = MASK_BOOL if mask.dtype == np.bool_ else DTYPE_CODE[dtype_name(mask)]
-        request, head, row, key = (0 if n == 1 else x for n, x in zip(mask.shape, mask.strides, strict=True))
-        strides = request, head, row, key
+        strides = [0 if n == 1 else x for n, x in zip(mask.shape, mask.strides, strict=True)]
     cos = sin = k_scale = None
     origin = 0
     if options.rope is not None:
@@ -354,12 +287,12 @@ def _rules(problem: Problem, plan: Plan, owners: list[np.ndarray]) -> tuple[Rule
         k_scale = _per_kv_head(options.k_scale, kv.num_kv_heads, kv.head_dim_qk, number)
     unmapped = any(level.kv.kv_indices.min(initial=0) < 0 for level in problem.levels)
     full = unmapped or any(x is not None for x in (mask, options.alibi_slopes, options.rope)) or options.soft_cap > 0
-    rules = Rules(
+    rules = Rules._make((
         _place(places.row_position, owners), options.window_left, options.chunk_size,
         number.type(options.soft_cap * LOG2E), _place(_log2_units(options.alibi_slopes, number), owners),
-        _place(mask, owners), mask_code, strides, _place(row_request, owners), _place(row_index, owners),
+        _place(mask, owners), mask_code, *strides, _place(row_request, owners), _place(row_index, owners),
         _place(cos, owners), _place(sin, owners), origin, _place(k_scale, owners),
-    )  # fmt: skip
+    ))  # fmt: skip
     return rules, full
 
 
@@ -380,19 +313,21 @@ def _prepared_query(problem: Problem, plan: Plan) -> tuple[np.ndarray, float]:
         return problem.q, scale
     number, rows = problem.number, plan.num_rows
     prepared = np.empty((rows, *problem.q.shape[1:]), number)
-    none = np.zeros((0, 0), number)
+    owners: list[np.ndarray] = []
+    gain, cosines, sines = (
+        _place(None if x is None else np.ascontiguousarray(x, number), owners)
+        for x in (prepare.gain, prepare.cos, prepare.sin)
+    )
+    places, half = (0, 0) if prepare.cos is None else prepare.cos.shape
+    positions = _place(None if prepare.positions is None else np.ascontiguousarray(prepare.positions, np.int64), owners)
+    job = PrepareJob(
+        0, rows, problem.num_qo_heads, address_of(prepared), gain, float(prepare.eps), cosines, sines, places, half,
+        prepare.origin, positions, bool(prepare.interleaved),
+    )  # fmt: skip
     tasks = -(-rows // PREPARED_PER_TASK)
     workers.run(
-        prepare_worker, (number,), tasks, _threads(prepared.nbytes, prepared.size),
-        _queries(problem, problem.q, 1.0, None, []), problem.num_qo_heads, np.zeros(2, np.int64), tasks,
-        none.reshape(-1) if prepare.gain is None else prepare.gain.astype(number), float(prepare.eps),
-        none if prepare.cos is None else np.ascontiguousarray(prepare.cos, number),
-        none if prepare.sin is None else np.ascontiguousarray(prepare.sin, number),
-        prepare.origin, np.zeros(rows, np.int64) if prepare.positions is None else _int64(prepare.positions),
-        bool(prepare.interleaved), prepared,
+        workers.code_of(prepare_worker, CACHE_KINDS[name_of(number)]),
+        record_of(job, _queries(problem, problem.q, 1.0, None, [])), tasks, get_num_threads(),
+        _nanoseconds(prepared.nbytes, prepared.size),
     )  # fmt: skip
     return prepared, scale
-
-
-def _int64(values: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(values, np.int64)

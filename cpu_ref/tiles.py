@@ -9,7 +9,7 @@ All addresses and strides are in bytes. Each operation gives its meaning in NumP
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from itertools import chain
 
 import llvmlite.ir as ir
@@ -20,12 +20,12 @@ from nbattn.cpu_ref.cpu import REGISTER_BYTES
 from nbattn.cpu_ref.lanes import TO_L1, TO_L2, Lanes, lane_count, uses_dot
 from nbattn.cpu_ref.number_formats import I64, itemsize
 from nbattn.cpu_ref.scratch import LINE_BYTES
-from nbattn.scoring import LOWEST, LOWEST_DOUBLE
 
-FOLD_KEYS = 512  # after which running sums are folded into totals: equal weights round alike, sums would drift
 KEYS = 16  # keys of a block: 64 of them overflow L2 together with the prefetched next block
+PANEL_STEPS = 4  # along the head dimension that a score panel takes in a row, without counting or finding places
 PANEL_VECTORS = 2  # of a panel: `panel_height` times as many sums, the panel and a broadcast fill the registers
-SCORES_AT_ONCE = 4  # whose maxima are found side by side
+SHARED_TILE_KEYS = 4  # of a score tile whose rows share vectors: two vectors of sums each
+UNROLLED_KEYS = 2 if REGISTER_BYTES == 32 else 1  # of a value tile
 _BYTES = types.int64
 
 
@@ -34,18 +34,46 @@ def tile_keys(kind: str) -> int:
     return min(lane_count(kind) // 4, 2 if itemsize(kind) >= 4 else 4)
 
 
+def shares_keys(kind: str) -> bool:
+    """Return whether rows of one KV head share the vectors of a score tile: `shared_numbers` of a key for each row.
+
+    The load itself repeats a key's numbers for all rows, and fewer lanes are left to be summed at the end: with short
+    vectors that takes half as long as the products. Narrow numbers would have to be widened more often.
+    """
+    return REGISTER_BYTES == 32 and itemsize(kind) >= 4
+
+
+def shared_numbers(kind: str, queries: int) -> int:
+    """Return how many numbers of each of `queries` rows lie side by side, so that two vectors hold all rows'."""
+    return 2 * lane_count(kind) // queries
+
+
+def row_tile_keys(kind: str) -> int:
+    """Return how many keys a score tile of four rows of one KV head has."""
+    return SHARED_TILE_KEYS if shares_keys(kind) else tile_keys(kind)
+
+
 def _score_tile(queries: int, heads: int = 1):
-    """Build the score tile of `queries` rows: four by `tile_keys`, or one by as many keys as there are lanes.
+    """Build the score tile of `queries` rows: a few keys, or one row by as many keys as there are lanes.
 
     With as many heads as rows each row has a KV head of its own.
     """
-    same = queries // heads
 
     def codegen_for(kind):
         def codegen(context, builder, sig, args):
             _, q, q_stride, rows, head, head_stride, dim, scale, s, s_stride, coming, coming_head, later = args
             lanes = Lanes(builder, kind, uses_dot(kind))
-            keys = tile_keys(kind) if queries > 1 else lanes.count
+            shared = shares_keys(kind) and queries > heads
+            keys = tile_keys(kind) if heads > 1 else row_tile_keys(kind) if queries > 1 else lanes.count
+            q_row, number_bytes, taken = [lanes.mul(q_stride, i) for i in range(queries)], lanes.query_bytes, lanes.step
+            load_key, load_key_up_to = lanes.load_key, lanes.load_key_up_to
+            if shared:
+                taken = shared_numbers(kind, queries)
+                q_row, number_bytes = [lanes.const(0), lanes.const(lanes.count * lanes.bytes)], queries * lanes.bytes
+                load_key, load_key_up_to = lanes.share_key(taken), lanes.share_key_up_to(taken)
+            q_row = [lanes.add(q, place) for place in q_row]
+            vectors = len(q_row)
+            same = vectors // heads
 
             def places(listed, inside):
                 """Return where each key's rows of K lie, one a head."""
@@ -53,16 +81,15 @@ def _score_tile(queries: int, heads: int = 1):
                 return [[lanes.add(row, lanes.mul(head_stride, h)) for h in range(heads)] for row in first]
 
             k, ahead = places(rows, head), places(coming, coming_head)
-            q_row = [lanes.add(q, lanes.mul(q_stride, i)) for i in range(queries)]
-            sums = [[lanes.variable(lanes.splat(0.0)) for _ in range(queries)] for _ in range(keys)]
+            sums = [[lanes.variable(lanes.splat(0.0)) for _ in range(vectors)] for _ in range(keys)]
             size = itemsize(kind)
 
-            def step(d, load_key):
-                q_here = [lanes.load_query(lanes.add(row, lanes.mul(d, lanes.query_bytes))) for row in q_row]
+            def step(d, load):
+                q_here = [lanes.load_query(lanes.add(row, lanes.mul(d, number_bytes))) for row in q_row]
                 for j in range(keys):
-                    for i in range(queries):
+                    for i in range(vectors):
                         if i % same == 0:
-                            k_here = load_key(lanes.add(k[j][i // same], lanes.mul(d, size)))
+                            k_here = load(lanes.add(k[j][i // same], lanes.mul(d, size)))
                         builder.store(lanes.multiply_add(q_here[i], k_here, lanes.read(sums[j][i])), sums[j][i])
 
             line = max(LINE_BYTES // size, lanes.step)  # numbers that one prefetch brings
@@ -73,16 +100,22 @@ def _score_tile(queries: int, heads: int = 1):
                 lines = lanes.add(later, lanes.mul(d, size * keys * heads))
                 for place in range(0, keys * heads * LINE_BYTES, LINE_BYTES):
                     lanes.prefetch(lanes.add(lines, place), TO_L2)
-                for part in range(0, line, lanes.step):
-                    step(lanes.add(d, part), lanes.load_key)
-            with lanes.loop(whole, dim, lanes.step) as (d, _):
+                for part in range(0, line, taken):
+                    step(lanes.add(d, part), load_key)
+            with lanes.loop(whole, dim, taken) as (d, _):
                 left = builder.sub(dim, d)
-                step(d, lambda address: lanes.load_key_up_to(address, left))
-            result = lanes.sum_each([lanes.read(sums[j][i]) for j in range(keys) for i in range(queries)])
-            result = lanes.product(result, lanes.splat(scale))
-            for j in range(keys):
-                part = lanes.part(result, j * queries, queries)
-                lanes.store(part, lanes.add(s, lanes.mul(s_stride, j)))
+                step(d, lambda address: load_key_up_to(address, left))
+            sums = [lanes.read(total) for total in chain.from_iterable(sums)]
+            results, order = [lanes.sum_each(sums)], [range(keys * queries)]
+            if shared:
+                results, order = lanes.sum_runs(sums, taken)
+            for result, pairs in zip(results, order, strict=True):  # `order` numbers a result's lanes, key by key
+                result = lanes.product(result, lanes.splat(scale))
+                for j in range(keys):
+                    part = sorted((pair % queries, lane) for lane, pair in enumerate(pairs) if pair // queries == j)
+                    if part:
+                        place = lanes.add(lanes.mul(s_stride, j), part[0][0] * lanes.bytes)
+                        lanes.store(lanes.pick(result, [lane for _, lane in part]), lanes.add(s, place))
             return context.get_dummy_value()
 
         return codegen
@@ -91,7 +124,8 @@ def _score_tile(queries: int, heads: int = 1):
                    later):  # fmt: skip
         """``s[j, i] = scale * q[i, :dim] @ k[j, h, :dim]`` for the tile's rows i, their heads h and keys j.
 
-        Row j of K starts at ``rows[j] + head + h * head_stride``; `q` is zero-padded to whole vectors. The same rows
+        Row j of K starts at ``rows[j] + head + h * head_stride``; `q` is zero-padded to whole vectors, and for a kind
+        that `shares_keys` as `pack_query_tile_4` makes it where the rows have one head. The same rows
         of the list `coming`, from `coming_head` on, are prefetched, and as many bytes from `later` on to L2.
         """
         number = types.float64 if kind.tag == "float64" else types.float32
@@ -118,7 +152,11 @@ def _value_tile(queries: int, select: bool = False):
             size = itemsize(kind)
             width = value_vectors(kind)
             at_once = 2 if lanes.dot else 1  # keys
-            first, last = (builder.lshr(x, lanes.const(at_once - 1)) for x in (begin, end))  # pairs of keys with `dot`
+            unrolled = UNROLLED_KEYS if queries > 1 and not lanes.dot else 1
+            count = builder.sub(end, begin)
+            first, last = (builder.lshr(x, lanes.const(at_once - 1)) for x in (begin, count))  # pairs with `dot`
+            p = lanes.add(p, lanes.mul(p_stride, first))  # from here on keys are counted from `begin`: less to compute
+            rows, coming = (lanes.add(table, lanes.mul(begin, 8)) for table in (rows, coming))
 
             def values_of(addresses, d, vectors, ragged):
                 """Load a key's vectors of the slice at `d`; with `dot` the pairs of two keys', or of one's and 0."""
@@ -148,7 +186,7 @@ def _value_tile(queries: int, select: bool = False):
                 # these keys are summed by themselves: equal weights round alike, and long sequential sums would drift
                 sums = [[lanes.variable(lanes.splat(0.0)) for _ in place[i]] for i in range(queries)]
                 slice_bytes = vectors * lanes.count * size
-                lines = lanes.add(later, lanes.mul(here, builder.sub(end, begin)))
+                lines = lanes.add(later, lanes.mul(here, count))
 
                 def add(step, keys):
                     def listed(table):
@@ -159,7 +197,7 @@ def _value_tile(queries: int, select: bool = False):
                         ahead = lanes.add(lanes.add(row, coming_head), here)
                         for line in range(0, slice_bytes, LINE_BYTES):
                             lanes.prefetch_ahead(lanes.add(ahead, line))
-                    behind = lanes.add(lines, lanes.mul(builder.sub(step, first), at_once * slice_bytes))
+                    behind = lanes.add(lines, lanes.mul(step, at_once * slice_bytes))
                     for line in range(0, keys * slice_bytes, LINE_BYTES):
                         lanes.prefetch(lanes.add(behind, line), TO_L2)
                     values = values_of(listed(rows), d, vectors, ragged)
@@ -172,10 +210,16 @@ def _value_tile(queries: int, select: bool = False):
                             new = lanes.multiply_add(weight, values[t], old)
                             builder.store(builder.select(dropped, old, new) if select else new, sums[i][t])
 
-                with lanes.loop(first, last, 1) as (step, _):
+                even = lanes.const(0)
+                if unrolled > 1 and not ragged:
+                    even = builder.and_(last, lanes.const(-unrolled))
+                    with lanes.loop(0, even, unrolled) as (step, _):
+                        for i in range(unrolled):
+                            add(lanes.add(step, i), at_once)
+                with lanes.loop(even, last, 1) as (step, _):
                     add(step, at_once)
                 if lanes.dot:  # an odd last key is by itself
-                    with builder.if_then(builder.icmp_signed("<", lanes.mul(last, at_once), end)):
+                    with builder.if_then(builder.icmp_signed("<", lanes.mul(last, at_once), count)):
                         add(last, 1)
                 for i in range(queries):
                     factor = lanes.load_splat(lanes.add(alpha, i * lanes.bytes))
@@ -218,33 +262,46 @@ def panel_width(kind: str) -> int:
     return PANEL_VECTORS * lane_count(kind)
 
 
-def _panel_sums(lanes: Lanes, a, a_row, a_step, panel, panel_step, steps) -> list[list]:
-    """Return ``sum_k a[i, k] * panel[k, :]`` for `panel_height` rows i: numbers, or with `dot` pairs of them."""
-    rows = [lanes.add(a, lanes.mul(a_row, i)) for i in range(panel_height())]
-    sums = [[lanes.variable(lanes.splat(0.0)) for _ in range(PANEL_VECTORS)] for _ in rows]
-    with lanes.loop(0, steps, 1) as (k, _):
-        here = lanes.add(panel, lanes.mul(panel_step, k))
-        vectors = [lanes.load_query(lanes.add(here, t * lanes.count * lanes.bytes)) for t in range(PANEL_VECTORS)]
-        inside = lanes.mul(a_step, k)
-        for row, row_sums in zip(rows, sums, strict=True):
-            factor = lanes.load_weight(lanes.add(row, inside))
-            for vector, total in zip(vectors, row_sums, strict=True):
-                lanes.builder.store(lanes.multiply_add(factor, vector, lanes.read(total)), total)
+def _panel_sums(lanes: Lanes, place_of: Callable, row_bytes: int, at_once: int, panel, steps) -> list[list]:
+    """Return ``sum_k a[i, k] * panel[k, :]`` for `panel_height` rows i: numbers, or with `dot` pairs of them.
+
+    Steps k are taken `at_once`, from a multiple of that on: ``a[i, k + u]`` lies at ``place_of(k)``, plus `row_bytes`
+    for each i and a number for each u.
+    """
+    sums = [[lanes.variable(lanes.splat(0.0)) for _ in range(PANEL_VECTORS)] for _ in range(panel_height())]
+    vector_bytes = lanes.count * lanes.bytes
+    with lanes.loop(0, steps, at_once) as (k, _):
+        here, place = lanes.add(panel, lanes.mul(k, PANEL_VECTORS * vector_bytes)), place_of(k)
+        for u in range(at_once):
+            lines = [lanes.add(here, (u * PANEL_VECTORS + t) * vector_bytes) for t in range(PANEL_VECTORS)]
+            vectors = [lanes.load_query(line) for line in lines]
+            for i, row_sums in enumerate(sums):
+                factor = lanes.load_weight(lanes.add(place, i * row_bytes + u * lanes.bytes))
+                for vector, total in zip(vectors, row_sums, strict=True):
+                    lanes.builder.store(lanes.multiply_add(factor, vector, lanes.read(total)), total)
     return [[lanes.read(total) for total in row_sums] for row_sums in sums]
 
 
+def key_place(lanes: Lanes, panel, step):
+    """Return where a panel of `pack_keys` has numbers (or pairs) of its first key, from `step` on up to a vector."""
+    inside = lanes.builder.and_(step, lanes.const(lanes.count - 1))
+    vectors = lanes.mul(lanes.builder.sub(step, inside), panel_height() * lanes.bytes)
+    return lanes.add(lanes.add(panel, vectors), lanes.mul(inside, lanes.bytes))
+
+
 @intrinsic
-def score_panel(typingctx, kind, k, k_stride, q, steps, scale, s, s_stride):
+def score_panel(typingctx, kind, k, q, steps, scale, s, s_stride):
     """``s[j, :panel_width] = scale * k[j] @ q[:, :panel_width]`` for ``j < panel_height``.
 
-    `q` is a panel of `pack_queries`, k rows of `pack_keys`; `steps` is the head size, or half of it with `uses_dot`.
+    `q` is a panel of `pack_queries`, k one of `pack_keys`; `steps` is the head size, or half of it with `uses_dot`,
+    rounded up to `PANEL_STEPS`.
     """
 
     def codegen(context, builder, sig, args):
-        _, k, k_stride, q, steps, scale, s, s_stride = args
+        _, k, q, steps, scale, s, s_stride = args
         lanes = Lanes(builder, kind.tag, uses_dot(kind.tag))
-        number, factor = lanes.const(lanes.bytes), lanes.splat(scale)
-        sums = _panel_sums(lanes, k, k_stride, number, q, lanes.const(panel_width(kind.tag) * lanes.bytes), steps)
+        factor = lanes.splat(scale)
+        sums = _panel_sums(lanes, lambda step: key_place(lanes, k, step), REGISTER_BYTES, PANEL_STEPS, q, steps)
         for j, row_sums in enumerate(sums):
             for t, total in enumerate(row_sums):
                 place = lanes.add(lanes.mul(s_stride, j), t * lanes.count * lanes.bytes)
@@ -252,7 +309,7 @@ def score_panel(typingctx, kind, k, k_stride, q, steps, scale, s, s_stride):
         return context.get_dummy_value()
 
     number = types.float64 if kind.tag == "float64" else types.float32
-    return types.void(kind, *[_BYTES] * 4, number, *[_BYTES] * 2), codegen
+    return types.void(kind, *[_BYTES] * 3, number, *[_BYTES] * 2), codegen
 
 
 @intrinsic
@@ -269,8 +326,7 @@ def value_panel(typingctx, kind, p, p_stride, v, steps, alpha, acc, acc_stride):
         for row in rows:  # used after the sums
             for place in range(0, panel_width(kind.tag) * lanes.bytes, LINE_BYTES):
                 lanes.prefetch(lanes.add(row, place), TO_L1)
-        step = lanes.const(panel_width(kind.tag) * lanes.bytes)
-        sums = _panel_sums(lanes, p, lanes.const(lanes.bytes), p_stride, v, step, steps)
+        sums = _panel_sums(lanes, lambda step: lanes.add(p, lanes.mul(p_stride, step)), lanes.bytes, 1, v, steps)
         for i, row_sums in enumerate(sums):
             factor = lanes.load_splat(lanes.add(alpha, i * lanes.bytes))
             for t, total in enumerate(row_sums):
@@ -279,122 +335,3 @@ def value_panel(typingctx, kind, p, p_stride, v, steps, alpha, acc, acc_stride):
         return context.get_dummy_value()
 
     return types.void(kind, *[_BYTES] * 8), codegen
-
-
-def _lowest(kind: str) -> float:
-    """Return the number that `nbattn.scoring.shift` subtracts while no key has been kept."""
-    return LOWEST_DOUBLE if kind == "float64" else float(LOWEST)
-
-
-@intrinsic
-def drop_outside(typingctx, kind, s, s_stride, n, key, first, end, rows, last_first, first_end):
-    """``s[j, i] = -inf`` unless ``first[i] <= key + j < end[i]``, for ``j < n, i < rows``.
-
-    `first` and `end` are int64, padded to whole vectors; all rows see ``last_first .. first_end``.
-    """
-
-    def codegen(context, builder, sig, args):
-        _, s, s_stride, n, key, first, end, rows, last_first, first_end = args
-        lanes = Lanes(builder, kind.tag)
-        places = ir.VectorType(I64, lanes.count)
-
-        def inside(here, low, high):
-            return builder.and_(builder.icmp_signed("<=", low, here), builder.icmp_signed("<", here, high))
-
-        with lanes.loop(0, n, 1) as (j, _):
-            here = lanes.add(key, j)
-            with (
-                builder.if_then(builder.not_(inside(here, last_first, first_end))),
-                lanes.loop(0, rows, lanes.count) as (row, _),
-            ):
-                low, high = (lanes.load_as(places, lanes.add(x, lanes.mul(row, 8)), 8) for x in (first, end))
-                at = lanes.add(lanes.add(s, lanes.mul(s_stride, j)), lanes.mul(row, lanes.bytes))
-                kept = inside(lanes.splat(here), low, high)
-                lanes.store(builder.select(kept, lanes.load(at), lanes.splat(-math.inf)), at)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[_BYTES] * 9), codegen
-
-
-@intrinsic
-def softmax_block(typingctx, kind, s, s_stride, n, rows, m, d_sum, alpha):
-    """Fold a block of scores into the running softmax of `rows` rows (a multiple of the lanes).
-
-    ``new = max(m, s[:n].max(0)); alpha = 2**(m - new); p = 2**(s[:n] - new); d_sum = d_sum * alpha + p.sum(0)``
-    with p written over s and new over m. A score of -inf is a dropped key; while a row has kept none, m is -inf, p 0.
-    """
-
-    def codegen(context, builder, sig, args):
-        _, s, s_stride, n, rows, m, d_sum, alpha = args
-        lanes = Lanes(builder, kind.tag)
-        lowest = lanes.splat(_lowest(kind.tag))
-        with lanes.loop(0, rows, lanes.count) as (row, _):
-            place = lanes.mul(row, lanes.bytes)
-            column = lanes.add(s, place)
-            old = lanes.load(lanes.add(m, place))
-            found = [lanes.variable(old) for _ in range(SCORES_AT_ONCE)]  # a single maximum would wait for itself
-
-            def look_at(j, maximum, column=column):
-                score = lanes.load(lanes.add(column, lanes.mul(s_stride, j)))
-                builder.store(lanes.larger(score, lanes.read(maximum)), maximum)
-
-            whole = builder.and_(n, lanes.const(-SCORES_AT_ONCE))
-            with lanes.loop(0, whole, SCORES_AT_ONCE) as (j, _):
-                for i, maximum in enumerate(found):
-                    look_at(lanes.add(j, i), maximum)
-            with lanes.loop(whole, n, 1) as (j, _):
-                look_at(j, found[0])
-            largest = lanes.read(found[0])
-            for maximum in found[1:]:
-                largest = lanes.larger(lanes.read(maximum), largest)
-            subtract = lanes.larger(largest, lowest)
-            factor = lanes.exp2(builder.fsub(old, subtract))
-            total = lanes.variable(lanes.splat(0.0))
-            with lanes.loop(0, n, 1) as (j, _):
-                cell = lanes.add(column, lanes.mul(s_stride, j))
-                weight = lanes.exp2(builder.fsub(lanes.load(cell), subtract))
-                lanes.store(weight, cell)
-                builder.store(lanes.sum(lanes.read(total), weight), total)
-            lanes.store(largest, lanes.add(m, place))
-            lanes.store(factor, lanes.add(alpha, place))
-            at = lanes.add(d_sum, place)
-            lanes.store(lanes.fma(lanes.load(at), factor, lanes.read(total)), at)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[_BYTES] * 7), codegen
-
-
-@intrinsic
-def fold_block(typingctx, kind, total, acc, stride, dim, total_sum, d_sum, total_m, m, factors, rows):
-    """Add the running sums of `rows` rows to their totals and clear them.
-
-    ``f = 2**(total_m - m); total = total * f + acc; total_sum = total_sum * f + d_sum; total_m = m``, with f written
-    to `factors`. A row's sums stay short this way: equal weights round alike, and one long sequence of float32
-    additions would drift. `stride` is from row to row of `total` and of `acc`; all lines are padded to whole vectors.
-    """
-
-    def codegen(context, builder, sig, args):
-        _, total, acc, stride, dim, total_sum, d_sum, total_m, m, factors, rows = args
-        lanes = Lanes(builder, kind.tag)
-        nothing = lanes.splat(0.0)
-
-        def add(sums, running, factor):
-            lanes.store(lanes.fma(lanes.load(sums), factor, lanes.load(running)), sums)
-            lanes.store(nothing, running)
-
-        with lanes.loop(0, rows, lanes.count) as (row, _):
-            place = lanes.mul(row, lanes.bytes)
-            new, old = (lanes.load(lanes.add(at, place)) for at in (m, total_m))
-            factor = lanes.exp2(builder.fsub(old, lanes.larger(new, lanes.splat(_lowest(kind.tag)))))
-            add(lanes.add(total_sum, place), lanes.add(d_sum, place), factor)
-            lanes.store(new, lanes.add(total_m, place))
-            lanes.store(factor, lanes.add(factors, place))
-        with lanes.loop(0, rows, 1) as (row, _):
-            factor = lanes.load_splat(lanes.add(factors, lanes.mul(row, lanes.bytes)))
-            first = lanes.mul(row, stride)
-            with lanes.loop(0, dim, lanes.count) as (d, _):
-                inside = lanes.add(first, lanes.mul(d, lanes.bytes))
-                add(lanes.add(total, inside), lanes.add(acc, inside), factor)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[_BYTES] * 10), codegen

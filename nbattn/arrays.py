@@ -24,9 +24,15 @@ CACHE_DTYPES = QUERY_DTYPES + QUANTIZED_DTYPES
 
 
 def library_of(x: Array) -> str | None:
-    """Return ``"numpy"``, ``"cupy"`` or None for anything that is not an array of either."""
-    if isinstance(x, np.ndarray):
+    """Return ``"numpy"``, ``"cupy"`` or None for anything that is not an array of either.
+
+    Neither are NumPy's masked arrays, whose masks no kernel reads, and matrices, which keep two axes whatever is asked.
+    """
+    if type(x) is np.ndarray:
         return "numpy"
+    if isinstance(x, np.ndarray):
+        masked = sys.modules.get("numpy.ma")  # imported by whoever makes one
+        return None if isinstance(x, np.matrix) or (masked and isinstance(x, masked.MaskedArray)) else "numpy"
     cupy = sys.modules.get("cupy")  # a CuPy array exists only where CuPy has been imported
     if cupy is not None and isinstance(x, cupy.ndarray):
         return "cupy"
@@ -64,7 +70,8 @@ def copy_of(x: Array) -> Array:
 def require_array(name: str, x: Array) -> Array:
     """Return `x` if it is a NumPy or CuPy array, else refuse it by name."""
     if library_of(x) is None:
-        raise ContractError(f"{name}: must be a NumPy or CuPy array, got {type(x).__name__}.")
+        hint = f" Pass numpy.asarray({name})." if isinstance(x, np.ndarray) else ""
+        raise ContractError(f"{name}: must be a NumPy or CuPy array, got {type(x).__name__}.{hint}")
     return x
 
 
@@ -153,8 +160,13 @@ def dtype_from_name(name: Any, argument: str = "dtype") -> np.dtype:
         return known[name]
     try:
         return np.dtype(name)
-    except TypeError as error:
+    except (TypeError, ValueError, SyntaxError) as error:
         raise ContractError(f"{argument}: must name a NumPy or ml_dtypes type, got {name!r}.") from error
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Return whether a dtype holds real floating-point numbers, those of ml_dtypes included."""
+    return dtype.kind == "f" or dtype in (BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2)
 
 
 def accumulator_dtype(query_dtype: str) -> np.dtype:

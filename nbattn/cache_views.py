@@ -35,7 +35,10 @@ def split_pair(name: str, cache: Any) -> tuple[Named, Named]:
 
 
 def page_views(k: Named, v: Named, kv_layout: str) -> tuple[Array, Array]:
-    """Return K and V as views ``[pages, page_size, kv_heads, dim]``, checked singly and against each other."""
+    """Return K and V as views ``[pages, page_size, kv_heads, dim]``, checked singly and against each other.
+
+    They are arrays of their own: the caller's may be given other shapes and dtypes in place.
+    """
     check_layout(kv_layout)
     (k_name, k_pages), (v_name, v_pages) = k, v
     library = common_library(**{k_name: k_pages, v_name: v_pages})
@@ -49,7 +52,9 @@ def page_views(k: Named, v: Named, kv_layout: str) -> tuple[Array, Array]:
         hint = " One of the two looks NHD, the other HND." if v_shape[:3] == (a, c, b) else ""
         want = k_shape[:3] + v_shape[3:]
         raise ContractError(f"{v_name}: must be {want} to match {k_name} (only dim may differ), got {v_shape}.{hint}")
-    return (k_pages, v_pages) if kv_layout == "NHD" else (k_pages.transpose(0, 2, 1, 3), v_pages.transpose(0, 2, 1, 3))
+    if kv_layout == "NHD":
+        return k_pages.view(), v_pages.view()
+    return k_pages.transpose(0, 2, 1, 3), v_pages.transpose(0, 2, 1, 3)
 
 
 def _check_pages(name: str, x: Array, kv_layout: str) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from nbattn.planned_levels import (
     level_table,
     planned_dtype,
 )
-from nbattn.problem import PlainOptions, Rope
+from nbattn.problem import SMALLEST_ROPE, PlainOptions, Rope
 from nbattn.shared_prefix import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
@@ -366,6 +366,8 @@ def _rope(mode: str, head_dim: int, rope_scale: float | None, rope_theta: float 
         number = default if value is None else contracts.check_number(name, value)
         if number <= 0:
             raise ContractError(f"{name}: must be positive, got {value!r}.")
+        if number < SMALLEST_ROPE:
+            raise ContractError(f"{name}: must be at least {SMALLEST_ROPE:.4g}, got {value!r}.")
         numbers.append(number)
     if mode != "ROPE_LLAMA":
         return None

@@ -110,6 +110,13 @@ def check_rows_owned(name: str, offsets: Array | None, batch: int, num_rows: int
         )
 
 
+def check_level_caches(levels: Any) -> None:
+    """Refuse a cascade's level without a cache by its number; `check_levels` knows a call's only one as ``kv``."""
+    for i, level in enumerate(levels if isinstance(levels, (list, tuple)) else ()):
+        if isinstance(level, Level) and not isinstance(level.kv, PagedKV):
+            raise ContractError(f"levels[{i}].kv: must be a PagedKV, got {type(level.kv).__name__}.")
+
+
 def check_levels(levels: Any, q: Array) -> tuple[tuple[Level, ...], str]:
     """Return the levels with host offsets, and the library of all arrays."""
     if not isinstance(levels, (list, tuple)) or not levels:
@@ -134,10 +141,13 @@ def check_levels(levels: Any, q: Array) -> tuple[tuple[Level, ...], str]:
     return tuple(checked), library
 
 
-def check_bool(name: str, value: Any) -> bool:
-    """Return a bool."""
+def check_bool(name: str, value: Any, default: bool | None = None) -> bool:
+    """Return a bool, Python's or NumPy's; None gives the default, if there is one."""
+    if value is None and default is not None:
+        return default
     if not isinstance(value, FLAG_TYPES):
-        raise ContractError(f"{name}: must be a bool, got {value!r}.")
+        rule = "a bool" if default is None else "True, False or None"
+        raise ContractError(f"{name}: must be {rule}, got {value!r}.")
     return bool(value)
 
 
@@ -202,15 +212,16 @@ def check_heads_vector(name: str, x: Array | None, q: Array, library: str, *, on
 
 
 def _check_sizes(name: str, x: Array, query_dtype: str, only_above: bool = False) -> None:
-    """Refuse numbers that would be infinite in the arithmetic of a query dtype; those on a device are not looked at."""
+    """Refuse NaN and what would be infinite in the arithmetic of a query dtype; a device's are not looked at."""
     if library_of(x) != "numpy":
         return
     largest = LARGEST_DOUBLE if accumulator_dtype(query_dtype) == np.float64 else LARGEST_NUMBER
     values = x.astype(np.float64)
-    far = np.argwhere((values if only_above else np.abs(values)) > largest)
+    far = np.argwhere(~((values if only_above else np.abs(values)) <= largest))  # NaN compares false
     if len(far):
         i = tuple(far[0].tolist())
-        rule = f"must be at most {largest:.4g}" + ("" if only_above else " in size")
+        rule = "must be a number" if np.isnan(values[i]) else f"must be at most {largest:.4g}"
+        rule += "" if only_above or np.isnan(values[i]) else " in size"
         raise ContractError(f"{name}[{', '.join(map(str, i))}]: {rule}, got {values[i]}.")
 
 

@@ -26,6 +26,13 @@ class TargetError(RuntimeError):
     """The requested target cannot run here (no GPU, no driver, a missing package) or cannot run this dtype."""
 
 
+def refuse_bool(name: str, value: Any) -> Any:
+    """Return what may be an integer or a one-element array of one, but no bool, which Python counts as an integer."""
+    if isinstance(value, bool) or getattr(getattr(value, "dtype", None), "kind", "") == "b":
+        raise ContractError(f"{name}: must be an integer or a one-element integer array, got {value!r}.")
+    return value
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> Any:
     """Return a value that is one of two or more words, or of words and None."""
     if not (value is None or isinstance(value, str)) or value not in choices:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nbattn.arrays import library_of
-from nbattn.errors import ContractError, PageTableError
+from nbattn.errors import ContractError, PageTableError, refuse_bool
 from nbattn.npz import read_npz
 from nbattn.page_tables import single_int
 
@@ -28,7 +28,7 @@ def explain(kv: PagedKV, request: int | None = None) -> str:
     """
     if request is None:
         return _summary(kv)
-    number = single_int("request", request)
+    number = single_int("request", refuse_bool("request", request))
     if not 0 <= number < kv.batch_size:
         raise ContractError(f"request: must be in 0..{kv.batch_size - 1}, got {number}.")
     return _picture(kv, number)
@@ -110,25 +110,29 @@ TABLES = {  # the arguments of each constructor that describe its table
 
 
 def main(arguments: list[str]) -> int:
-    """Draw the table in an .npz file and return the exit status: 1 for a broken table, whose faults are named."""
+    """Draw the table in an .npz file; the exit status is 1 for a broken table, 2 for anything else that is wrong."""
     names = "; ".join(", ".join(table) for table in TABLES.values())
     parser = argparse.ArgumentParser(
         prog="python -m nbattn explain",
-        description=f"Draw a page table. The file holds page_size and num_pages, and one of: {names}.",
+        description=f"Draw a page table. The file holds page_size and num_pages, and one of: {names}. One that "
+        "validate --tensors reads will do as well. The exit status is 1 for a broken table, whose faults are named.",
     )
     parser.add_argument("file", help="an .npz file, as numpy.savez writes it")
     parser.add_argument("--request", type=int, help="draw this request's pages; default: a line per request")
     options = parser.parse_args(arguments)
     try:
         print(_from_arrays(read_npz(options.file)).explain(options.request))
-    except ContractError as error:
-        others = error.others if isinstance(error, PageTableError) else ()
-        print(error, *others, sep="\n", file=sys.stderr)
+    except PageTableError as error:
+        print(error, *error.others, sep="\n", file=sys.stderr)
         return 1
+    except ContractError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 
 def _from_arrays(arrays: dict[str, np.ndarray]) -> PagedKV:
+    from nbattn import external
     from nbattn.kv_cache import PagedKV
 
     for constructor, names in TABLES.items():
@@ -137,5 +141,8 @@ def _from_arrays(arrays: dict[str, np.ndarray]) -> PagedKV:
             pages = np.broadcast_to(np.float32(0), shape)  # a cache of that many pages without memory
             first = [(pages, pages)] if constructor == "from_page_table" else [pages, pages]
             return getattr(PagedKV, constructor)(*first, **{name: arrays[name] for name in names})
+    if not arrays.keys().isdisjoint(external.CACHES):
+        return external.cache_of(external.Tensors(arrays))
     held = ", ".join(sorted(arrays))
-    raise ContractError(f"file: must hold page_size, num_pages and one whole table, got {held}. See --help.")
+    rule = "must hold page_size and num_pages, or a cache, and one whole table"
+    raise ContractError(f"file: {rule}, got {held}. See --help.")

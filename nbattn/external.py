@@ -7,17 +7,19 @@ A file holds q, a cache, its table, options and the kernel's `out` (and `lse`) u
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nbattn import oracle
-from nbattn.arrays import dtype_from_name
+from nbattn import gather, oracle, paged
+from nbattn.arrays import dtype_from_name, is_float
 from nbattn.errors import ContractError
 from nbattn.kv_cache import PagedKV
 from nbattn.npz import read_npz
+from nbattn.problem import ArrayOptions, Level, PlainOptions, Rope
 from nbattn.testing import Comparison, compare, expect
 
 HELP = """\
@@ -35,7 +37,8 @@ keys of FILE.npz for --tensors (as written by numpy.savez):
                                           rope_theta rope_scale (either turns rotation on)
   token_indices, counts, output_gate      make it gather_attention (sm_scale sinks k_scale v_scale lse_base)
   q_dtype, kv_dtype, out_dtype            "bfloat16", "float8_e4m3fn", ...: NumPy files hold such numbers as bytes, so
-                                          save x.view(uint16) or x.view(uint8) and name the type here
+                                          save x.view(uint16) or x.view(uint8) and name the type here; lse is
+                                          float32 or float64
 """
 
 PAGED_OPTIONS = (
@@ -44,22 +47,30 @@ PAGED_OPTIONS = (
 )  # fmt: skip
 GATHER_OPTIONS = ("sm_scale", "sinks", "k_scale", "v_scale", "output_gate", "lse_base")
 ROPE = ("rope_theta", "rope_scale")
-TYPED = {"q_dtype": ("q",), "out_dtype": ("out",), "kv_dtype": ("paged_kv_cache", "k_cache", "v_cache", "kv_blocks")}
+CACHES = ("paged_kv_cache", "k_cache", "v_cache", "kv_blocks")
+TYPED = {"q": "q_dtype", "out": "out_dtype", **dict.fromkeys(CACHES, "kv_dtype")}  # which key names whose dtype
+FLOATS = ("lse", *TYPED)
+KEYS = {
+    *PAGED_OPTIONS, *GATHER_OPTIONS, *ROPE, *FLOATS, *TYPED.values(), "kv_layout", "kv_indptr", "kv_indices",
+    "kv_last_page_len", "block_table", "kv_lens", "slot_ids", "kv_lookup_table", "layer_idx", "qo_indptr",
+    "token_indices", "counts",
+}  # fmt: skip
 
 
 class Tensors:
     """The arrays of a file; remembers which were used, so that a misspelt key does not pass in silence."""
 
     def __init__(self, arrays: dict[str, np.ndarray]):
-        self.arrays, self.used = arrays, set(TYPED)
+        self.arrays, self.used = arrays, set(TYPED.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self.arrays
 
-    def need(self, name: str, why: str) -> np.ndarray:
+    def need(self, name: str, why: str) -> Any:
         """Return an array that must be there."""
         if name not in self.arrays:
-            raise ContractError(f"{name}: must be in the file ({why}), found {', '.join(sorted(self.arrays))}.")
+            hint = _did_you_mean(name, set(self.arrays) - KEYS)
+            raise ContractError(f"{name}: must be in the file ({why}), found {', '.join(sorted(self.arrays))}.{hint}")
         return self.get(name)
 
     def get(self, name: str) -> Any:
@@ -68,21 +79,23 @@ class Tensors:
         x = self.arrays.get(name)
         if x is None:
             return None
-        for key, names in TYPED.items():
-            if name in names and (key in self.arrays or x.dtype.kind == "V"):
-                return self.typed(name, x, key)
+        if name in FLOATS:
+            return self.floats(name, x)
         return x.item() if x.ndim == 0 else x
 
-    def typed(self, name: str, x: np.ndarray, key: str) -> np.ndarray:
-        """Return bytes as numbers of the dtype that the file names under `key`."""
-        if key not in self.arrays:
-            raise ContractError(f"{key}: must be in the file, since {name} holds {x.dtype.itemsize}-byte raw values.")
-        dtype = dtype_from_name(str(self.arrays[key]), key)
-        if x.dtype == dtype:
+    def floats(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Return numbers that must be floats, bytes among them as the dtype that the file names."""
+        key = TYPED.get(name)
+        if key in self.arrays:
+            dtype = dtype_from_name(str(self.arrays[key]), key)
+            if x.dtype != dtype and (x.dtype.itemsize != dtype.itemsize or x.dtype.kind not in "uiV"):
+                raise ContractError(f"{name}: must hold the bytes of {dtype} as {key} says, got {x.dtype}.")
+            x = x.view(dtype)
+        if is_float(x.dtype) or (key == "kv_dtype" and x.dtype == np.int8):
             return x
-        if x.dtype.itemsize != dtype.itemsize or x.dtype.kind not in "uiV":
-            raise ContractError(f"{name}: must hold the bytes of {dtype} as {key} says, got {x.dtype}.")
-        return x.view(dtype)
+        rule = "a float dtype or int8" if key == "kv_dtype" else "a float dtype"
+        hint = f"NumPy stores bfloat16 and float8 as bytes: name the type in {key}." if key else "Save it as float32."
+        raise ContractError(f"{name}: must be {rule}, got {x.dtype}. {hint}")
 
     def options(self, names: tuple[str, ...]) -> dict[str, Any]:
         """Return those of the named options that the file has."""
@@ -92,7 +105,14 @@ class Tensors:
         """Refuse keys that nothing has asked for."""
         surplus = sorted(set(self.arrays) - self.used)
         if surplus:
-            raise ContractError(f"{surplus[0]}: must be a known key of this kind of file, got it beside the others.")
+            rule = "must be a known key of this kind of file, got it beside the others."
+            hint = "" if surplus[0] in KEYS else _did_you_mean(surplus[0], KEYS)
+            raise ContractError(f"{surplus[0]}: {rule}{hint}")
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name, sorted(known), 1)
+    return f" Did you mean {close[0]}?" if close else ""
 
 
 def cache_of(tensors: Tensors) -> PagedKV:
@@ -101,8 +121,7 @@ def cache_of(tensors: Tensors) -> PagedKV:
     if "kv_blocks" in tensors:
         why = "beside kv_blocks"
         table, lens = tensors.need("kv_lookup_table", why), tensors.need("kv_lens", why)
-        layer: Any = tensors.need("layer_idx", why)
-        return PagedKV.from_blocks(tensors.get("kv_blocks"), table, lens, layer)
+        return PagedKV.from_blocks(tensors.get("kv_blocks"), table, lens, tensors.need("layer_idx", why))
     pair: Any
     if "paged_kv_cache" in tensors:
         pair = tensors.get("paged_kv_cache")
@@ -140,9 +159,10 @@ def check_tensors(arrays: dict[str, np.ndarray]) -> list[Comparison]:
     out, lse = tensors.need("out", "what the kernel returned"), tensors.get("lse")
     qo_indptr = tensors.get("qo_indptr")
     definition: Callable[..., Any] = oracle.paged_attention
+    check: Callable[..., Any] = _check_paged
     args: list[Any] = [q, kv, qo_indptr]
     if "token_indices" in tensors:
-        definition = oracle.gather_attention
+        definition, check = oracle.gather_attention, gather.checked_problem
         lists = [tensors.need(name, "a gather has token_indices and counts") for name in ("token_indices", "counts")]
         args = [q, kv, *lists, qo_indptr]
         options = tensors.options(GATHER_OPTIONS)
@@ -152,7 +172,7 @@ def check_tensors(arrays: dict[str, np.ndarray]) -> list[Comparison]:
         if rope:
             options["rope"] = oracle.Rope(rope.get("rope_theta", 1e4), rope.get("rope_scale", 1.0))
     tensors.check_all_used()
-    _refuse_what_the_library_refuses(definition.__name__, args, options)
+    check(*args, **options)  # as a call of the library: the oracle has no rules
     expected = expect(definition, *args, out_dtype=out.dtype, **options)
     results = [_same_shape("out", out, expected.out, expected.out_budget)]
     if lse is not None:
@@ -166,13 +186,10 @@ def _same_shape(name: str, actual: np.ndarray, expected: np.ndarray, budget: flo
     return compare(actual, expected, budget, name)
 
 
-def _refuse_what_the_library_refuses(function: str, args: list[Any], options: dict[str, Any]) -> None:
-    """Run the library's own checks, by its own function: the oracle has none."""
-    import nbattn
-
-    rope = options.get("rope")
-    given = {**options, "rope": nbattn.Rope(*rope)} if rope is not None else options
-    getattr(nbattn, function)(*args, **given)
+def _check_paged(q: Any, kv: PagedKV, qo_indptr: Any, *, causal: Any = True, rope: Any = None, **options: Any) -> None:
+    arrays = {name: options.pop(name) for name in ArrayOptions._fields if name in options}
+    plain = PlainOptions(rope=None if rope is None else Rope(*rope), **options)
+    paged.checked_problem(q, [Level(kv, qo_indptr, causal)], plain, ArrayOptions(**arrays))
 
 
 def check_file(path: Path) -> int:

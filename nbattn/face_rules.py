@@ -11,7 +11,7 @@ import numpy as np
 
 from nbattn.arrays import QUERY_DTYPES, Array, dtype_name, library_of, require_array
 from nbattn.contracts import check_int, check_number, check_offsets
-from nbattn.errors import ContractError, TargetError
+from nbattn.errors import ContractError, TargetError, refuse_bool
 from nbattn.page_tables import host_int64, single_int
 
 
@@ -25,13 +25,6 @@ def argument_names(phrases: dict[str, str] | None = None, /, **names: str) -> It
         words = re.compile(rf"\b({'|'.join(names)})\b")
         error.args = (words.sub(lambda found: names[found[0]], str(error)),)
         raise
-
-
-def check_flag(name: str, value: Any, default: bool) -> bool:
-    """Return a bool; None gives the default."""
-    if value is not None and not isinstance(value, (bool, np.bool_)):
-        raise ContractError(f"{name}: must be True, False or None, got {value!r}.")
-    return default if value is None else bool(value)
 
 
 def check_sliding_window(name: str, tokens: Any) -> int:
@@ -67,7 +60,7 @@ def check_cache_lengths(name: str, lengths: Array, library: str) -> np.ndarray:
 def check_length_hint(name: str, hint: Any, lengths: np.ndarray, what: str) -> None:
     """Check a sizing hint, which changes no value: None, or at least the longest of `lengths`."""
     longest = int(lengths.max(initial=0))
-    if hint is not None and single_int(name, hint) < longest:
+    if hint is not None and single_int(name, refuse_bool(name, hint)) < longest:
         raise ContractError(f"{name}: must be at least {longest} ({what}), got {single_int(name, hint)}.")
 
 

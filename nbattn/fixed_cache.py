@@ -107,12 +107,24 @@ def gqa_decode(
         raise ContractError(f"lengths: must be [{sequences}] (sequences of key_cache), got shape {lengths.shape}.")
     if library_of(lengths) == "cupy":
         kv_lens = np.minimum(kv_lens, slots)
-    kv = PagedKV(k, v, page_tables.slot_table(None, kv_lens, k, _SLOTS))
-    with argument_names({"k, v": "key_cache, value_cache"}, q="query", total_q="sequences"):
-        return paged_attention(
-            query, kv, sm_scale=sm_scale, k_scale=unit, v_scale=unit, out_dtype="float32", out=out, lse=lse,
-            return_lse=return_lse, lse_base=lse_base, target=target,
-        )  # fmt: skip
+    try:
+        kv = PagedKV(k, v, page_tables.slot_table(None, kv_lens, k, _SLOTS))
+        with argument_names({"k, v": "key_cache, value_cache"}, q="query", total_q="sequences"):
+            return paged_attention(
+                query, kv, sm_scale=sm_scale, k_scale=unit, v_scale=unit, out_dtype="float32", out=out, lse=lse,
+                return_lse=return_lse, lse_base=lse_base, target=target,
+            )  # fmt: skip
+    except ContractError as error:
+        if _fits(query, kv_lens, slots, k.shape[2]) or not _fits(query, kv_lens, k.shape[2], slots):
+            raise
+        axes = "[sequences, slots, num_kv_heads, head_dim]"
+        hint = "axes 1 and 2 look swapped: key_cache.swapaxes(1, 2)?"
+        raise ContractError(f"key_cache: must be {axes}, got {k.shape}; {hint}") from error
+
+
+def _fits(query: Array, kv_lens: np.ndarray, slots: int, num_kv_heads: int) -> bool:
+    """Return whether lengths and query heads fit a cache of these sizes."""
+    return query.ndim == 3 and kv_lens.max(initial=0) <= slots and query.shape[1] % num_kv_heads == 0
 
 
 def _as_float(x: Any) -> Any:

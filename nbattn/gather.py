@@ -70,6 +70,22 @@ def gather_attention(
     >>> nbattn.gather_attention(np.ones((1, 1, 1), np.float32), kv, chosen, np.array([3], np.int32))
     array([[[1.5]]], dtype=float32)
     """
+    problem, token_indices, counts = checked_problem(
+        q, kv, token_indices, counts, qo_indptr, sm_scale=sm_scale, k_scale=k_scale, v_scale=v_scale,
+        output_gate=output_gate, sinks=sinks, out_dtype=out_dtype, out=out, lse=lse, return_lse=return_lse,
+        lse_base=lse_base, target=target,
+    )  # fmt: skip
+    backend(problem.target).run_gather(problem, token_indices, counts, contracts.check_split(split_size))
+    return (problem.out, problem.lse) if return_lse else problem.out
+
+
+def checked_problem(
+    q: Array, kv: PagedKV, token_indices: Array, counts: Array, qo_indptr: Array | None = None, *,
+    sm_scale: float | None = None, k_scale: Any = None, v_scale: Any = None, output_gate: Array | None = None,
+    sinks: Array | None = None, out_dtype: Any = None, out: Array | None = None, lse: Array | None = None,
+    return_lse: bool = False, lse_base: str = "2", target: str | None = None,
+) -> tuple[Problem, Array, Array]:  # fmt: skip
+    """Return a call that keeps every rule, ready to run, and its lists: nothing is planned or compiled yet."""
     library = contracts.check_query(q, kv)
     name = confirm_target(target, library)
     contracts.check_rows_owned("qo_indptr", qo_indptr, kv.batch_size, q.shape[0])
@@ -88,6 +104,4 @@ def gather_attention(
     read = [("q", q), ("token_indices", token_indices), ("counts", counts), ("output_gate", output_gate)]
     read += [("sinks", sinks), ("k, v", kv.k), ("k, v", kv.v), ("k_scale", k_scale), ("v_scale", v_scale)]
     contracts.check_no_overlap(out, lse, read)
-    problem = Problem(name, q, (Level(kv, offsets),), options, *results)
-    backend(name).run_gather(problem, token_indices, counts, contracts.check_split(split_size))
-    return (problem.out, problem.lse) if return_lse else problem.out
+    return Problem(name, q, (Level(kv, offsets),), options, *results), token_indices, counts

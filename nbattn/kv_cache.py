@@ -11,7 +11,7 @@ import numpy as np
 from nbattn import page_tables
 from nbattn.arrays import Array, Form, dtype_name, form_of, library_of, require_array
 from nbattn.cache_views import in_layout, page_views, split_pair, swapped_hint, with_page_stride
-from nbattn.errors import ContractError, PageTableError
+from nbattn.errors import ContractError, PageTableError, refuse_bool
 from nbattn.explain import explain
 from nbattn.page_tables import PageTable, single_int
 
@@ -171,10 +171,10 @@ class PagedKV:
             raise ContractError(
                 f"kv_blocks: must be [pages, 2, layers, page_size, kv_heads, dim], got {kv_blocks.shape}."
             )
-        layer, layers = single_int("layer_idx", layer_idx), kv_blocks.shape[2]
+        layer, layers = single_int("layer_idx", refuse_bool("layer_idx", layer_idx)), kv_blocks.shape[2]
         if not 0 <= layer < layers:
             raise ContractError(f"layer_idx: must be in 0..{layers - 1} (layers of kv_blocks), got {layer}.")
-        stride = -1 if page_stride is None else single_int("page_stride", page_stride)
+        stride = -1 if page_stride is None else single_int("page_stride", refuse_bool("page_stride", page_stride))
         layer_pages = with_page_stride("kv_blocks", kv_blocks, stride)[:, :, layer]
         k, v = page_views(*split_pair("kv_blocks", layer_pages), "NHD")
         return cls(k, v, page_tables.block_table(kv_lookup_table, kv_lens, k, page_tables.LOOKUP_TABLE))

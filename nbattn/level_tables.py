@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nbattn.contracts import check_int
+from nbattn.contracts import check_bool, check_int
 from nbattn.errors import ContractError
 from nbattn.page_tables import INT32_MAX
 
@@ -44,7 +44,7 @@ class LevelTables(LevelLists):
 
     def padded(self, num_levels: int) -> LevelLists:
         """Return the lists with empty levels above the root, for a wrapper that was made for `num_levels`."""
-        missing = num_levels - self.num_levels
+        missing = check_int("num_levels", num_levels) - self.num_levels
         if missing < 0:
             raise ContractError(f"num_levels: must be at least {self.num_levels} (levels chosen), got {num_levels}.")
         rows = self.qo_indptr_arr[-1][[0, -1]]
@@ -140,11 +140,10 @@ def _lengths(name: str, values: Any, count: int) -> np.ndarray:
         lengths = np.zeros(0)
     if lengths.shape != (count,) or (count and lengths.dtype.kind not in "iu"):
         raise ContractError(f"{name}: must be {count} integers (one per request), got {values!r}.")
-    lengths = lengths.astype(np.int64)
-    low = np.flatnonzero((lengths < 0) | (lengths > INT32_MAX))
-    if len(low):
-        raise ContractError(f"{name}[{low[0]}]: must be in 0..{INT32_MAX}, got {lengths[low[0]]}.")
-    return lengths
+    far = np.flatnonzero((lengths < 0) | (lengths > INT32_MAX))
+    if len(far):
+        raise ContractError(f"{name}[{far[0]}]: must be in 0..{INT32_MAX}, got {lengths[far[0]]}.")
+    return lengths.astype(np.int64)
 
 
 def _is_page_id(x: Any) -> bool:
@@ -156,9 +155,7 @@ def _page_ids(
 ) -> tuple[list[np.ndarray], dict[Hashable, int] | None]:
     """Return the pages that each request reads, and the page of each hash if hashes are given."""
     ids_only = all(_is_page_id(x) for request in requests for x in request)
-    if hashed is None:
-        hashed = not ids_only
-    if not hashed:
+    if not check_bool("hashed", hashed, not ids_only):
         for b, (request, count) in enumerate(zip(requests, counts, strict=True)):
             if not ids_only and not all(_is_page_id(x) for x in request):
                 raise ContractError(f"pages_or_hashes[{b}]: must hold int32 page ids, got {request!r}.")

@@ -10,11 +10,10 @@ import numpy as np
 from nbattn import page_tables
 from nbattn.arrays import Array, common_library, library_of, require_array
 from nbattn.cache_views import page_views
-from nbattn.contracts import check_int, check_number
+from nbattn.contracts import check_bool, check_int, check_number
 from nbattn.errors import ContractError, check_choice
 from nbattn.face_rules import (
     argument_names,
-    check_flag,
     check_float_array,
     check_head_major_scale,
     check_length_hint,
@@ -178,8 +177,8 @@ def attention_over_cache(
         raise ContractError(f"kv_num_heads: must be {kv.num_kv_heads} (heads of cache_key), got {kv_num_heads}.")
     check_length_hint("max_seqlen_q", max_seqlen_q, np.diff(offsets), "rows of the longest request")
     check_length_hint("max_seqlen_k", max_seqlen_k, kv.kv_lens, "keys of the longest request")
-    causal = check_flag("is_causal", is_causal, True)
-    smooth = check_flag("smooth_softmax", smooth_softmax, False)
+    causal = check_bool("is_causal", is_causal, True)
+    smooth = check_bool("smooth_softmax", smooth_softmax, False)
     if smooth and head_sink is None:
         head_sink = (np if library == "numpy" else sys.modules["cupy"]).zeros(heads_of_q.shape[1], np.float32)
     prepare = _preparation(

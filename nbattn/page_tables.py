@@ -94,15 +94,10 @@ def csr_table_of(
     require_index_array(form.ids, kv_indices, 1, library)
     if indptr.size == 0:
         raise PageTableError(f"{form.indptr}: must hold at least the leading 0, got an empty array.")
-    if last_page_len.size != indptr.size - 1:
-        raise PageTableError(
-            f"{form.lens}: must have {indptr.size - 1} entries (one per request of {form.indptr}),"
-            f" got {last_page_len.size}."
-        )
     pages, entries = indptr[1:] - indptr[:-1], kv_indices.shape[0]
     fewest = _fewest(pages)
-    if indptr[0] != 0 or fewest < 0 or _largest(indptr) > entries:
-        raise_first(indptr_faults(indptr, entries, form))
+    if last_page_len.size != pages.size or indptr[0] != 0 or fewest < 0 or _largest(indptr) > entries:
+        raise_first(_csr_faults(indptr, kv_indices, last_page_len.size, form))
     lens = (pages - 1) * page_size + last_page_len
     if fewest == 0:
         lens[pages == 0] = 0  # whatever last_page_len says
@@ -204,6 +199,20 @@ def indptr_faults(indptr: np.ndarray, entries: int, form: TableForm) -> Iterator
     )
     if indptr[-1] > entries:
         yield f"{name}[{indptr.size - 1}]: must be at most {entries} (entries of {form.ids}), got {indptr[-1]}."
+
+
+def _csr_faults(indptr: np.ndarray, ids: Array, batch: int, form: TableForm) -> Iterator[str]:
+    """Yield a message per broken rule of the offsets, then of how many lengths there are; the first with a hint."""
+    faults = list(indptr_faults(indptr, ids.shape[0], form))
+    if batch != indptr.size - 1:
+        rule = f"must have {indptr.size - 1} entries (one per request of {form.indptr})"
+        faults.append(f"{form.lens}: {rule}, got {batch}.")
+    ids_are_offsets = library_of(ids) == "numpy" and ids.size == batch + 1
+    if ids_are_offsets and not any(indptr_faults(ids.astype(np.int64), indptr.size, form)):
+        faults[0] += f" {form.indptr} and {form.ids} look swapped."
+    elif indptr.size == batch and indptr[0] > 0:
+        faults[0] += " It has one entry per request: offsets are a 0, then the running sums of the page counts."
+    yield from faults
 
 
 def _length_faults(

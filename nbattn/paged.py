@@ -220,6 +220,8 @@ def perform(
     if isinstance(levels, (list, tuple)) and levels and all(type(x) is Level for x in levels):
         fields = [(x.kv, x.qo_indptr, x.causal) for x in levels]
         again = _again(q, fields, plain, arrays, plan, out, lse)
+    if again is None:
+        contracts.check_level_caches(levels)
     return again or _first(q, levels, plain, arrays, plan, out, lse)
 
 
@@ -245,19 +247,26 @@ def _first(
 ) -> tuple[Result, RememberedCall | None]:
     """Check and run a call that nothing remembers; return its result, and the call if it may be repeated."""
     given = PlainOptions._make(plain)
+    problem = checked_problem(q, levels, given, ArrayOptions._make(arrays), out, lse)
+    used, launch = run(problem, plan, given.split_size)
+    used.last_call = call = remember(problem, used, levels, plain, arrays, (out, lse), launch)
+    return ((problem.out, problem.lse) if given.return_lse else problem.out), call
+
+
+def checked_problem(
+    q: Array, levels: Any, given: PlainOptions, arrays: ArrayOptions, out: Any = None, lse: Any = None
+) -> Problem:
+    """Return a call that keeps every rule, ready to run: nothing is planned or compiled yet."""
     checked, library = contracts.check_levels(levels, q)
     name = confirm_target(given.target, library)
-    options = _checked_options(q, checked, given, ArrayOptions._make(arrays), library)
+    options = _checked_options(q, checked, given, arrays, library)
     dim_vo = checked[-1].kv.head_dim_vo
     results = contracts.check_results(q, dim_vo, out, lse, given.out_dtype, given.return_lse, given.lse_base)
     if out is not None or lse is not None:
         read = [("k, v", pages) for level in checked for pages in (level.kv.k, level.kv.v)]
         read += [("q", q), *zip(ArrayOptions._fields, options.arrays, strict=True)]
         contracts.check_no_overlap(out, lse, read)
-    problem = Problem(name, q, checked, options, *results)
-    used, launch = run(problem, plan, given.split_size)
-    used.last_call = call = remember(problem, used, levels, plain, arrays, (out, lse), launch)
-    return ((problem.out, problem.lse) if given.return_lse else problem.out), call
+    return Problem(name, q, checked, options, *results)
 
 
 def _checked_options(

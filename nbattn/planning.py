@@ -10,7 +10,7 @@ import numpy as np
 from nbattn.errors import ContractError
 from nbattn.positions import LevelLengths, Positions, place_rows
 from nbattn.repeat import RememberedCall
-from nbattn.work_list import WorkList, build_work, most_work
+from nbattn.work_list import SMALLEST_SPLIT, WorkList, build_work, most_work
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Tiling:
         Blocks that work on one item together (CUDA).
     wave : float
         How many of the others' items run at a time, or 0, see `build_work`.
+    smallest_split : int
+        Least cost of a piece, see `build_work`.
     """
 
     tokens: tuple[int, ...]
@@ -51,13 +53,14 @@ class Tiling:
     many_shares: float = 0
     cluster: int = 1
     wave: float = 0
+    smallest_split: int = SMALLEST_SPLIT
 
     @property
     def cuts(self) -> dict[str, Any]:
         """The arguments of `build_work` and `most_work`."""
         return {
             "tile_tokens": self.tokens, "shares": self.shares, "few_tokens": self.few_tokens,
-            "many_shares": self.many_shares, "wave": self.wave,
+            "many_shares": self.many_shares, "wave": self.wave, "smallest_split": self.smallest_split,
         }  # fmt: skip
 
 
@@ -119,6 +122,8 @@ class Plan:
     ) -> None:
         """Refill the plan for new lengths, tables or offsets; replayed graphs see it.
 
+        Not while another thread begins a call with this plan; on the CPU calls that have begun are not disturbed.
+
         Parameters
         ----------
         kv_or_levels, qo_indptr, kv_start, q_positions
@@ -145,8 +150,8 @@ class Plan:
         if causal != self.rules.causal:  # calls are held to the plan's rules, not to its work list
             raise ContractError(f"Plan.update: must keep the levels' causal {self.rules.causal}, got {causal}.")
         before, call = (self.lengths, self.places, self.work_list, self.given), self.last_call
-        self._fill(levels, start, positions)
         try:
+            self._fill(levels, start, positions)
             self._check_room(levels)
             if self.on_target is not None:
                 self.on_target.refill(self, levels)

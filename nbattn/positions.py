@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from nbattn.errors import ContractError
+from nbattn.page_tables import INT32_MAX
+
 
 @lru_cache(maxsize=16)
 def one_row_each(requests: int) -> np.ndarray:
@@ -75,7 +78,7 @@ class Positions:
 
 
 def place_rows(levels: list[LevelLengths], total_rows: int, kv_start: Any = None, q_positions: Any = None) -> Positions:
-    """Return where every row and every level's key 0 stand."""
+    """Return where every row and every level's key 0 stand; positions are int32, and what none holds is refused."""
     reached, counts = levels[0].rows
     if len(levels) == 1 and counts is None and reached == slice(0, total_rows):
         return _place_decode_rows(levels[0], total_rows, kv_start, q_positions)
@@ -96,7 +99,10 @@ def place_rows(levels: list[LevelLengths], total_rows: int, kv_start: Any = None
         new_rows[reached] = np.repeat(counts, counts)
     if kv_start is not None:
         start[reached] = _spread(np.asarray(kv_start, np.int64), counts)
-    position = start + keys_above - new_rows + index
+    end = start + keys_above
+    if end.max(initial=0) > INT32_MAX:
+        _refuse_end(int(np.argmax(end)), end, start, request)
+    position = end - new_rows + index
     if q_positions is not None:  # an updated plan may have rows behind them, which no request owns
         position[: len(q_positions)] = q_positions
     return Positions(
@@ -112,13 +118,26 @@ def place_rows(levels: list[LevelLengths], total_rows: int, kv_start: Any = None
 def _place_decode_rows(level: LevelLengths, total_rows: int, kv_start: Any, q_positions: Any) -> Positions:
     """Return `place_rows` of one row for each request of one level."""
     nothing, request, index, covered = _decode_rows(total_rows)
-    start = nothing if kv_start is None else np.asarray(kv_start, np.int64)
-    if q_positions is not None:
-        position = np.asarray(q_positions, np.int64)
-    else:
-        position = level.kv_lens - 1 if kv_start is None else start + level.kv_lens - 1
+    start, end = nothing, level.kv_lens
+    if kv_start is not None:
+        start = np.asarray(kv_start, np.int64)
+        end = start + level.kv_lens
+        if end.max(initial=0) > INT32_MAX:
+            _refuse_end(int(np.argmax(end)), end, start, request)
+    position = end - 1 if q_positions is None else np.asarray(q_positions, np.int64)
     position = position.astype(np.int32, copy=False)
     return Positions(position, request, index, [nothing], [start], covered, q_positions is None)
+
+
+def _refuse_end(row: int, end: np.ndarray, start: np.ndarray, request: np.ndarray) -> None:
+    """Raise what says why the keys of a row end where no int32 holds their positions: `place_rows`."""
+    keys = end[row] - start[row]
+    if keys > INT32_MAX:
+        raise ContractError(f"levels: must hold at most {INT32_MAX} keys (int32) for row {row}, got {keys} in all.")
+    raise ContractError(
+        f"kv_start[{request[row]}]: must be at most {INT32_MAX - keys}, so that its {keys} keys end within int32, "
+        f"got {start[row]}."
+    )
 
 
 @lru_cache(maxsize=16)

@@ -13,7 +13,8 @@ from nbattn.arrays import Array, accumulator_dtype, dtype_name
 from nbattn.errors import ContractError
 from nbattn.kv_cache import PagedKV
 
-FLAG_TYPES = (bool, np.bool_, int)
+FLAG_TYPES = (bool, np.bool_)
+SMALLEST_ROPE = 2.0**-126  # the smallest normal float32: angles at any position stay finite
 
 
 def as_float(value: Any) -> float:
@@ -49,8 +50,10 @@ class Rope:
     def __post_init__(self) -> None:
         for name in ("theta", "scale"):
             value = getattr(self, name)
-            if not isinstance(value, numbers.Real) or not 0 < as_float(value) < math.inf:
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < as_float(value) < math.inf:
                 raise ContractError(f"rope.{name}: must be a positive finite number, got {value!r}.")
+            if value < SMALLEST_ROPE:
+                raise ContractError(f"rope.{name}: must be at least {SMALLEST_ROPE:.4g}, got {value!r}.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -209,4 +209,5 @@ def _offsets(given: Any) -> Any:
     """Return all that offsets on the host say, None where none are given."""
     if given is None:
         return None
-    return (given.dtype, given.shape, given.tobytes()) if isinstance(given, np.ndarray) else "device"
+    on_host = type(given) is np.ndarray or library_of(given) == "numpy"
+    return (given.dtype, given.shape, given.tobytes()) if on_host else "device"

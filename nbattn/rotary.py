@@ -6,6 +6,7 @@ their request, wherever that one stands: planes are as long as the keys, and ang
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import NamedTuple
 
@@ -18,6 +19,15 @@ POSITIONS_AHEAD = 1 << 17  # most positions beside the keys that planes are made
 
 _lock = threading.Lock()
 _kept: dict[tuple[float, float, int, np.dtype], Planes] = {}
+
+
+def _renew() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)  # another thread may have held it
 
 
 class Planes(NamedTuple):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 
-from nbattn.arrays import Array, dtype_name, library_of, require_array
+from nbattn.arrays import Array, dtype_name, library_of, overlap, require_array
 from nbattn.errors import ContractError
 
 ARGUMENTS = (
@@ -49,10 +50,12 @@ class TableBuffers:
             places.add(library_of(require_array(name, x)))
             if x.ndim != 1 or dtype_name(x) != "int32":
                 raise ContractError(f"{name}: must be a one-dimensional int32 array, got {x.dtype} {x.shape}.")
-            if library_of(x) == "numpy" and not x.flags.writeable:
-                raise ContractError(f"{name}: must be writable, got a read-only array.")
+            _require_writable(name, x)
             if len(places) > 1:
                 raise ContractError(f"{name}: must live where {ARGUMENTS[0]}[0] does, got {library_of(x)}.")
+        for (other, x), (name, y) in combinations((pair for level in self.levels for pair in level.items()), 2):
+            if overlap(x, y):
+                raise ContractError(f"{name}: must share no memory with {other}, got overlapping arrays.")
         self.library = places.pop()
 
     @property
@@ -61,9 +64,10 @@ class TableBuffers:
         return max(level[f"{ARGUMENTS[2]}[{i}]"].size for i, level in enumerate(self.levels))
 
     def check_room(self, metadata: Sequence[Sequence[Array]]) -> None:
-        """Refuse metadata that does not fit: for each level qo_indptr, kv_indptr, kv_indices, kv_last_page_len."""
+        """Refuse what cannot be filled in: for each level qo_indptr, kv_indptr, kv_indices, kv_last_page_len."""
         for number, (buffers, arrays) in enumerate(zip(self.levels, metadata, strict=True)):
             for (name, buffer), x in zip(buffers.items(), arrays, strict=True):
+                _require_writable(name, buffer)  # it may have become read-only
                 if buffer.size < x.size:
                     raise ContractError(
                         f"{name}: must hold at least {x.size} entries for level {number}, got {buffer.size}."
@@ -87,3 +91,8 @@ class TableBuffers:
             {name: x[:size] for (name, x), size in zip(level.items(), sizes, strict=True)}
             for level, sizes in zip(self.levels, self._sizes, strict=True)
         ]
+
+
+def _require_writable(name: str, buffer: Array) -> None:
+    if library_of(buffer) == "numpy" and not buffer.flags.writeable:
+        raise ContractError(f"{name}: must be writable, got a read-only array.")

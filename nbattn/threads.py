@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from nbattn import forks as forks  # its hooks belong to the threads' side of the CPU target
 from nbattn.errors import ContractError
 
 _chosen: int | None = None

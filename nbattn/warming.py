@@ -18,6 +18,7 @@ from nbattn.kv_cache import PagedKV
 from nbattn.merging import merge_state
 from nbattn.paged import paged_attention
 
+MOST_NUMBERS = 2**22  # of a row of q or of K: a cache of sixteen such rows is 256 MB
 FAMILIES = ("paged_attention", "gather_attention", "merge_state")
 
 
@@ -42,7 +43,7 @@ def warmup(
     kv_dtype : dtype, optional
         `q_dtype` by default, or float8_e4m3fn, float8_e5m2, int8.
     num_qo_heads, num_kv_heads, head_dim : int
-        Shapes; the CPU's kernels do not depend on them.
+        Shapes; the CPU's kernels do not depend on them. At most 2**22 numbers in a row of all heads.
     families : tuple of str
         Which of ``"paged_attention"``, ``"gather_attention"``, ``"merge_state"``.
     target : {"cpu", "cuda", "gpu"}
@@ -72,7 +73,10 @@ def warmup(
     if not known:
         raise ContractError(f"families: must be among {', '.join(FAMILIES)}, got {families!r}.")
     for name, size in (("num_qo_heads", num_qo_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
-        check_int(name, size, at_least=1)
+        check_int(name, size, at_least=1, at_most=MOST_NUMBERS)
+    heads = max(num_qo_heads, num_kv_heads)
+    if heads * head_dim > MOST_NUMBERS:
+        raise ContractError(f"head_dim: must be at most {MOST_NUMBERS // heads} with {heads} heads, got {head_dim}.")
     place = _place_of(target)
     start = time.perf_counter()
     q = place(np.ones((1, num_qo_heads, head_dim), q_type))

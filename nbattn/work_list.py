@@ -64,6 +64,7 @@ def build_work(
     few_tokens: int = 0,
     many_shares: float = 0,
     wave: float = 0,
+    smallest_split: int = SMALLEST_SPLIT,
 ) -> WorkList:
     """Cut every level's rows into tiles and their keys into splits.
 
@@ -87,13 +88,15 @@ def build_work(
     wave : float
         How many larger items run at a time beside the others, where that matters. If equal pieces would leave others
         little room, larger items are cut into whole shares and a rest that ends early.
+    smallest_split : int
+        Least cost of a piece, which has at least `SMALLEST_SPLIT` keys, unless the split size is given.
     """
     runs = [_runs_of_level(i, level, places, tile_tokens[i]) for i, level in enumerate(levels)]
     items = runs[0] if len(runs) == 1 else np.concatenate(runs, axis=1)
     if window_left >= 0 or chunk_size > 0 or not places.all_last:
         _trim(items, places.row_position, window_left, chunk_size)
     whole = _only(items, items[KEY_END] > items[KEY_BEGIN])
-    items = _split(whole, split_size, shares, max(tile_tokens), few_tokens, many_shares, wave)
+    items = _split(whole, split_size, shares, max(tile_tokens), few_tokens, many_shares, wave, smallest_split)
     cost = items[KEY_END] - items[KEY_BEGIN]
     max_tokens, num_rows = 1, items.shape[1]
     if len(levels) > 1 or levels[0].rows[1] is not None:
@@ -119,6 +122,7 @@ def most_work(
     few_tokens: int = 0,
     many_shares: float = 0,
     wave: float = 0,
+    smallest_split: int = SMALLEST_SPLIT,
 ) -> dict[str, int]:
     """Return upper bounds of `WorkList.sizes` over all lengths up to `longest` with the levels' offsets.
 
@@ -135,7 +139,10 @@ def most_work(
         if level.causal and window_left >= 0:
             span = min(longest, window_left + tokens + KEY_ALIGNMENT)
         if split_size is None:
-            more = min(shares + ceil(many_shares), tiles * max(0, longest // SMALLEST_SPLIT - 1))
+            more = min(
+                shares + ceil(many_shares),
+                tiles * max(0, min(longest // SMALLEST_SPLIT, longest * tokens // smallest_split) - 1),
+            )
         else:
             more = tiles * ((span - 1) // split_size + 1 if span else 0)
         items += tiles + more
@@ -234,7 +241,7 @@ def _visible_keys(
 
 def _split(
     items: np.ndarray, split_size: int | None, shares: int, most_tokens: int = 1, few_tokens: int = 0,
-    many_shares: float = 0, wave: float = 0,
+    many_shares: float = 0, wave: float = 0, smallest_split: int = SMALLEST_SPLIT,
 ) -> np.ndarray:  # fmt: skip
     """Cut the items' key ranges at multiples of the split size; an item has up to `most_tokens` rows."""
     begins, ends = items[KEY_BEGIN], items[KEY_END]
@@ -252,7 +259,7 @@ def _split(
         pieces = np.ceil(cost / share - 0.25)
         if few is not None and wave:
             pieces = np.where(few, pieces, np.ceil(cost / (share * LONGEST_SHARE)))
-        pieces = np.minimum(pieces.astype(np.int64), lengths // SMALLEST_SPLIT)
+        pieces = np.minimum(pieces.astype(np.int64), np.minimum(lengths // SMALLEST_SPLIT, cost // smallest_split))
         if pieces.max() <= 1:
             return items
         size = -(-lengths // np.maximum(pieces, 1))

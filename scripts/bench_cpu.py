@@ -8,16 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from time import perf_counter_ns, process_time_ns, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.ir as ir
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nbattn.cpu_ref import workers
+from nbattn.cpu_ref.addresses import address_of
+from nbattn.cpu_ref.atomics import fetch_add
+from nbattn.cpu_ref.compiling import worker
 from nbattn.cpu_ref.lanes import REGISTER_BYTES
+from nbattn.cpu_ref.number_formats import load_int64
+from nbattn.cpu_ref.records import read_record, record_of
+from nbattn.cpu_ref.target import DOT_RATE, READ_RATE
 from nbattn.info import processor
 
 Call = Callable[[], Any]
@@ -90,27 +96,49 @@ def _spread(builder: ir.IRBuilder, value: ir.Value, vector: ir.VectorType) -> ir
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count))
 
 
-@njit(nogil=True)
-def _read_worker(addresses, lines, counters, per_task, ahead, result):
-    last = addresses.shape[0] - 1
+class _Reading(NamedTuple):
+    """The record of `_read_worker`."""
+
+    next_task: int
+    addresses: int  # address of int64 [count]
+    count: int
+    per_task: int
+    ahead: int
+    lines: int
+    result: int  # address of an int64
+
+
+class _Multiplying(NamedTuple):
+    """The record of `_multiply_worker`."""
+
+    next_task: int
+    num_tasks: int
+    rounds: int
+    result: int  # address of an int64
+
+
+@worker
+def _read_worker(record):
+    job = read_record(_Reading, record)
+    last = job.count - 1
     xor = np.int32(0)
     while True:
-        begin = workers.next_task(counters, 0) * per_task
+        begin = workers.next_task(record) * job.per_task
         if begin > last:
             break
-        for i in range(begin, min(begin + per_task, last + 1)):
-            xor ^= read_lines(addresses[i], addresses[min(i + ahead, last)], lines)
-        workers.next_task(counters, 1)
-    result[0] ^= xor
+        for i in range(begin, min(begin + job.per_task, last + 1)):
+            here, ahead = load_int64(job.addresses + 8 * i), load_int64(job.addresses + 8 * min(i + job.ahead, last))
+            xor ^= read_lines(here, ahead, job.lines)
+    fetch_add(job.result, np.int64(xor))  # so that nothing of it is left out
 
 
-@njit(nogil=True)
-def _multiply_worker(x, y, counters, tasks, rounds, result):
+@worker
+def _multiply_worker(record):
+    job = read_record(_Multiplying, record)
     total = np.float32(0.0)
-    while workers.next_task(counters, 0) < tasks:
-        total += multiply_add(rounds, x, y)
-        workers.next_task(counters, 1)
-    result[0] += total
+    while workers.next_task(record) < job.num_tasks:
+        total += multiply_add(job.rounds, np.float32(0.999), np.float32(0.001))
+    fetch_add(job.result, np.int64(total))
 
 
 def read_call(addresses: np.ndarray, size: int, threads: int) -> Call:
@@ -124,11 +152,15 @@ def read_call(addresses: np.ndarray, size: int, threads: int) -> Call:
     """
     per_task, ahead = max(1, TASK_BYTES // size), max(1, AHEAD_BYTES // size)
     lines, tasks = size // LINE // 4 * 4, -(-len(addresses) // max(1, TASK_BYTES // size))
-    result = np.zeros(1, np.int32)
+    result = np.zeros(1, np.int64)
+    record = record_of(_Reading(0, address_of(addresses), len(addresses), per_task, ahead, lines, address_of(result)))
+    code, nanoseconds = workers.code_of(_read_worker), len(addresses) * size / READ_RATE
 
     def call() -> None:
-        counters = np.zeros(2, np.int64)
-        workers.run(_read_worker, (), tasks, threads, addresses, lines, counters, per_task, ahead, result)
+        record[0] = 0
+        workers.run(code, record, tasks, threads, nanoseconds)
+
+    call.kept = addresses, result  # type: ignore[attr-defined]  # the record holds their addresses
 
     return call
 
@@ -138,13 +170,15 @@ def multiply_call(flops: int, threads: int) -> Call:
     per_round = 2 * ACCUMULATORS * REGISTER_BYTES // 4
     tasks = 16 * threads
     rounds = max(1, flops // (per_round * tasks))
-    result = np.zeros(1, np.float32)
+    result = np.zeros(1, np.int64)
+    record = record_of(_Multiplying(0, tasks, rounds, address_of(result)))
+    code, nanoseconds = workers.code_of(_multiply_worker), flops / 2 / DOT_RATE
 
     def call() -> None:
-        counters = np.zeros(2, np.int64)
-        workers.run(
-            _multiply_worker, (), tasks, threads, np.float32(0.999), np.float32(0.001), counters, tasks, rounds, result
-        )
+        record[0] = 0
+        workers.run(code, record, tasks, threads, nanoseconds)
+
+    call.kept = result  # type: ignore[attr-defined]  # the record holds its address
 
     return call
 

@@ -71,11 +71,15 @@ def main(arguments: list[str] | None = None) -> int:
     needed("matplotlib", "'.[plot]'").use("Agg")
     from matplotlib import pyplot
 
-    records = bench_report.read(options.json)
-    results = [r for r in records if r["kind"] == "result"]
+    try:
+        records = bench_report.read(options.json)
+        results = [r for r in records if r["kind"] == "result"]
+        (place,) = (r for r in records if r["kind"] == "environment")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
+        parser.error(f"json: must be a file that bench.py --json wrote, got {options.json}: {reason}.")
     if not results:
-        parser.error(f"{options.json} holds no result")
-    (place,) = (r for r in records if r["kind"] == "environment")
+        parser.error(f"json: must hold a result, got none in {options.json}.")
     threads = sorted({r["threads"] for r in results}, key=lambda n: n or 0)
     figure, axes = pyplot.subplots(
         1, len(threads), figsize=(7.5 * len(threads), 5.5), squeeze=False, layout="constrained"

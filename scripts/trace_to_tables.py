@@ -157,7 +157,10 @@ def check_step(
     flat, cascade = levels(1), levels(max_levels)
     expected = expect(nbattn.oracle.paged_attention, q, flat[0].kv)
     results = nbattn.paged_attention(q, flat[0].kv), nbattn.cascade_attention(q, cascade)
-    flat_result, cascade_result = (compare(out, expected.out, expected.out_budget) for out in results)
+    flat_result, cascade_result = (
+        compare(out, expected.out, expected.out_budget, name)
+        for out, name in zip(results, ("flat", "cascade"), strict=True)
+    )
     return flat_result, cascade_result
 
 
@@ -179,9 +182,7 @@ def validate(requests: Sequence[Request], options: argparse.Namespace) -> int:
                 seed=options.seed,
             )
             listed, stored = sum(map(len, tables.pages)), len(np.unique(np.concatenate(tables.pages)))
-            errors = ", ".join(
-                f"{name} {r.max_error:.1e}" for name, r in zip(("flat", "cascade"), results, strict=True)
-            )
+            errors = ", ".join(f"{r.name} {r.max_error:.1e}" for r in results)
             verdict = "ok" if all(r.passed for r in results) else "FAILED"
             failures += verdict != "ok"
             print(
@@ -216,7 +217,11 @@ def main() -> int:
         return 0
     if options.trace is None:
         parser.error("give a trace, or --synthesise N")
-    failures = validate(list(islice(read_trace(options.trace), options.requests)), options)
+    try:
+        requests = list(islice(read_trace(options.trace), options.requests))
+    except (OSError, ValueError) as error:
+        parser.error(f"trace: must be a file of JSON lines, got {error}.")
+    failures = validate(requests, options)
     print(f"{failures} failures")
     return int(failures > 0)
 

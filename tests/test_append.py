@@ -150,6 +150,11 @@ REFUSED = {
         PageTableError,
         "kv_last_page_len[1]: must be in 1..4 (page_size), got 5 (request 1 owns kv_indices[2:4]).",
     ),
+    "indices and indptr swapped": (
+        {"kv_indices": np.array([0, 2, 4]), "kv_indptr": np.array([1, 4, 3, 2])},
+        PageTableError,
+        "kv_indptr[0]: must be 0, got 1. kv_indptr and kv_indices look swapped.",
+    ),
     "dtype of keys": (
         {"append_key": np.ones((3, 2, 8), np.float16)},
         ContractError,

@@ -287,3 +287,14 @@ def test_no_requests_and_no_rows():
     assert not nbattn.attention_over_cache(**arguments, **ROPE).any()
     arguments["q"] = arguments["q"][:0]
     assert nbattn.attention_over_cache(**arguments, **NORM).shape == (0, HEADS, DV)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e19, 1e30])
+def test_a_norm_of_rows_whose_squares_float32_cannot_hold(size):
+    key, value, ones = random(1, 1, 8, 64), random(1, 1, 8, 64, seed=3), np.ones((8, 32), np.float32)
+    check({
+        "q": random(1, 1, 64) * np.float32(size), "cache_key": key, "cache_value": value,
+        "kvcache_start": np.zeros(1, np.int32), "cu_seqlens_q": np.array([0, 1], np.int32),
+        "cu_seqlens_k": np.array([8], np.int32), "rope_cos": ones, "rope_sin": 0 * ones,
+        "q_norm_gain": np.ones(64, np.float32), "qk_norm_eps": 0.0,
+    })  # fmt: skip

@@ -67,6 +67,17 @@ def test_picture_is_drawn(run, tmp_path):
         assert (tmp_path / name).stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("text", [None, "", "no JSON", '{"kind": "environment"}', "[1]"])
+def test_records_that_cannot_be_drawn_are_named(text, tmp_path, capsys):
+    import plot_roofline
+
+    if text is not None:
+        (tmp_path / "results.jsonl").write_text(text)
+    with pytest.raises(SystemExit):
+        plot_roofline.main([str(tmp_path / "results.jsonl"), str(tmp_path / "roofline.png")])
+    assert "error: json: must " in capsys.readouterr().err
+
+
 def test_wrong_result_is_not_timed(monkeypatch, tmp_path):
     right = nbattn.merge_states
 

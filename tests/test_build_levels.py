@@ -129,6 +129,8 @@ def test_padding_to_the_levels_of_a_wrapper():
     assert lists(tables.padded(2)) == lists(tables)
     with pytest.raises(nbattn.ContractError, match=r"num_levels: must be at least 2 \(levels chosen\), got 1"):
         tables.padded(1)
+    with pytest.raises(nbattn.ContractError, match="num_levels: must be an int, got 'x'"):
+        tables.padded("x")
 
 
 # ---- hashes
@@ -264,6 +266,8 @@ def test_long_chains_of_prefixes():
         ({"pages_or_hashes": None}, "pages_or_hashes: must be a sequence of sequences, one per request, got None"),
         ({"pages_or_hashes": [1, 2]}, "pages_or_hashes: must be a sequence of sequences, one per request, got [1, 2]"),
         ({"kv_lens": [[1], [1, 2]]}, "kv_lens: must be 2 integers (one per request)"),
+        ({"hashed": "no"}, "hashed: must be True, False or None, got 'no'"),
+        ({"kv_lens": np.array([8, 2**63], np.uint64)}, "kv_lens[1]: must be in 0..2147483647, got 9223372036854775808"),
         ({"row_cost": -1}, "row_cost: must be at least 0, got -1"),
         ({"kv_lens": [8]}, "kv_lens: must be 2 integers (one per request), got [8]"),
         ({"kv_lens": [8.0, 8.0]}, "kv_lens: must be 2 integers"),

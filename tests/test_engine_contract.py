@@ -80,6 +80,7 @@ COMMON_RULES = [
     ("scale nan", {"sm_scale": float("nan")}, "sm_scale: must be a finite number, got nan"),
     ("scale bool", {"sm_scale": True}, "sm_scale: must be a finite number, got True"),
     ("scale of no float32", {"sm_scale": 3e38}, r"sm_scale: must be at most 1\.179e\+38 in size, got 3e\+38"),
+    ("lse wanted by an int", {"return_lse": 1}, "return_lse: must be a bool, got 1"),
     ("lse wanted by an array", {"return_lse": np.array([True, False])}, "return_lse: must be a bool, got array"),
     ("sinks list", {"sinks": [0.0] * 4}, "sinks: must be a NumPy or CuPy array, got list"),
     ("sinks length", {"sinks": zeros(3)}, r"sinks: must be \[4\] \(num_qo_heads\), got shape \(3,\)"),
@@ -87,6 +88,9 @@ COMMON_RULES = [
     ("sinks dtype", {"sinks": ints(0, 0, 0, 0)}, "sinks: must be a float dtype, got int32"),
     ("sinks size", {"sinks": np.array([0, 0, 3e38, 0])}, r"sinks\[2\]: must be at most 1\.179e\+38, got 3e\+38"),
     ("sinks inf", {"sinks": np.array([0, 0, 0, np.inf], BF16)}, r"sinks\[3\]: must be at most 1\.179e\+38, got inf"),
+    ("sinks nan", {"sinks": np.array([0, np.nan, 0, 0], np.float16)}, r"sinks\[1\]: must be a number, got nan\."),
+    ("k_scale nan", {"k_scale": np.full((2, 1), np.nan)}, r"k_scale\[0, 0\]: must be a number, got nan\."),
+    ("v_scale nan", {"v_scale": np.array([np.nan], BF16)}, r"v_scale\[0\]: must be a number, got nan\."),
     (
         "k_scale size",
         {"k_scale": np.full((2, 1), -1e300)},
@@ -122,6 +126,7 @@ COMMON_RULES = [
     ),
     ("out dtype 64", {"out_dtype": "float64"}, "out_dtype: must be one of .* or q's dtype, got float64"),
     ("out dtype name", {"out_dtype": "float7"}, "out_dtype: must name a NumPy or ml_dtypes type, got 'float7'"),
+    ("out dtype list", {"out_dtype": "(2,"}, r"out_dtype: must name a NumPy or ml_dtypes type, got '\(2,'"),
     ("out type", {"out": [0.0]}, "out: must be a NumPy or CuPy array, got list"),
     (
         "out shape",
@@ -162,6 +167,11 @@ PAGED_RULES = [
         "slopes size",
         {"alibi_slopes": np.array([0, -1e39, 0, 0])},
         r"alibi_slopes\[1\]: must be at most 1\.179e\+38 in size, got -1e\+39",
+    ),
+    (
+        "slopes nan",
+        {"alibi_slopes": np.array([0, 0, 0, np.nan])},
+        r"alibi_slopes\[3\]: must be a number, got nan\.",
     ),
     ("cap inf", {"logits_soft_cap": float("inf")}, "logits_soft_cap: must be a finite number, got inf"),
     ("mask type", {"attn_mask": [True]}, "attn_mask: must be a NumPy or CuPy array, got list"),
@@ -235,6 +245,7 @@ def named(rules):
 CAUSAL_RULES = [
     ("causal array", {"causal": np.array([True, False])}, "causal: must be a bool, got array"),
     ("causal None", {"causal": None}, "causal: must be a bool, got None"),
+    ("causal int", {"causal": 1}, "causal: must be a bool, got 1"),
 ]
 
 
@@ -320,7 +331,7 @@ SECOND_RULES = [
         Level(cache(), ints(0, 3, 5), causal=np.array([True, False])),
         r"levels\[1\]\.causal: must be a bool, got array",
     ),
-    ("no cache", Level(zeros(1)), "kv: must be a PagedKV, got ndarray"),
+    ("no cache", Level(zeros(1)), r"levels\[1\]\.kv: must be a PagedKV, got ndarray"),
 ]
 
 
@@ -334,6 +345,11 @@ def test_cascade_attention_needs_levels(levels):
     arguments = cascading()
     arguments["levels"] = levels
     refuse(nbattn.cascade_attention, arguments, ContractError, "levels: must be a non-empty list of Level, got ")
+
+
+def test_a_cascade_of_one_level_names_its_cache():
+    message = r"levels\[0\]\.kv: must be a PagedKV, got NoneType"
+    refuse(nbattn.cascade_attention, cascading(levels=[Level(None)]), ContractError, message)
 
 
 @named([*COMMON_RULES[:2], *PAGED_RULES[:6]])
@@ -353,6 +369,16 @@ def test_rope_refuses(name, value):
         ContractError, match=rf"^rope\.{name}: must be a positive finite number, got {re.escape(repr(value))}"
     ):
         Rope(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["theta", "scale"])
+def test_rope_refuses_bools_and_what_makes_angles_infinite(name):
+    with pytest.raises(ContractError, match=rf"^rope\.{name}: must be a positive finite number, got True"):
+        Rope(**{name: True})
+    with pytest.raises(ContractError, match=rf"^rope\.{name}: must be at least 1\.175e-38, got 1e-308"):
+        Rope(**{name: 1e-308})
+    far = {"kv_start": ints(0, 2**30), "q_positions": ints(2**30, 1, 2, 3, 4), "rope": Rope(2.0**-126, 2.0**-126)}
+    base_works(nbattn.paged_attention, paged(**far))
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, True, "2"])

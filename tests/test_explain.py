@@ -61,7 +61,7 @@ def test_a_request_out_of_range_is_refused(request_):
         example().explain(request_)
 
 
-@pytest.mark.parametrize("request_", ["1", 1.0, np.array([1, 2])])
+@pytest.mark.parametrize("request_", ["1", 1.0, True, np.array([True]), np.array([1, 2])])
 def test_a_request_that_is_no_integer_is_refused(request_):
     with pytest.raises(ContractError, match=r"^request: must be an integer or a one-element"):
         example().explain(request_)
@@ -84,20 +84,38 @@ def test_command_draws_a_file(form, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("1 requests, ")
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", TABLES)
+def test_command_draws_what_validate_reads(form, layout, tmp_path, capsys):
+    pages = np.zeros((6, 4, 2, 3) if layout == "NHD" else (6, 2, 4, 3), np.uint8)
+    arrays = {"k_cache": pages, "v_cache": pages, "kv_dtype": "float8_e5m2", "kv_layout": layout, "q": 0, "sinks": 0}
+    np.savez(tmp_path / "tensors.npz", **arrays, **TABLES[form])
+    assert main(["explain", str(tmp_path / "tensors.npz")]) == 0
+    np.savez(tmp_path / "table.npz", page_size=4, num_pages=6, **TABLES[form])
+    assert main(["explain", str(tmp_path / "table.npz")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
+
+
 @pytest.mark.parametrize(
-    ("arrays", "message"),
+    ("status", "arrays", "message"),
     [
         (
+            1,
             {"page_size": 4, "num_pages": 5} | TABLES["csr"],
             "kv_indices[0]: must be below 5 (pages of the cache), got 5 (request 0, keys from 0 on)."
             " Negative ids mark unmapped pages.",
         ),
-        (TABLES["csr"], "file: must hold page_size, num_pages and one whole table, got {}. See --help."),
+        (
+            2,
+            TABLES["csr"],
+            "file: must hold page_size and num_pages, or a cache, and one whole table, got {}. See --help.",
+        ),
     ],
 )
-def test_command_names_what_is_wrong(arrays, message, tmp_path, capsys):
+def test_command_names_what_is_wrong(status, arrays, message, tmp_path, capsys):
     np.savez(tmp_path / "table.npz", **arrays)
-    assert main(["explain", str(tmp_path / "table.npz")]) == 1
+    assert main(["explain", str(tmp_path / "table.npz")]) == status
     assert capsys.readouterr().err == message.format(", ".join(sorted(arrays))) + "\n"
 
 
@@ -117,7 +135,7 @@ def test_command_names_all_faults(tmp_path, capsys):
 
 def test_command_without_a_file(tmp_path, capsys):
     path = tmp_path / "none.npz"
-    assert main(["explain", str(path)]) == 1
+    assert main(["explain", str(path)]) == 2  # as validate
     assert capsys.readouterr().err == (
         f"file: must be an .npz file as numpy.savez writes it, got {path}: No such file or directory.\n"
     )
@@ -131,5 +149,5 @@ def test_command_with_something_else_than_an_npz_file(tmp_path, capsys):
     whole = (tmp_path / "objects.npz").read_bytes()
     (tmp_path / "torn.npz").write_bytes(whole[:30] + b"?" * 20 + whole[50:])
     for name in ("one.npy", "text.npz", "empty.npz", "objects.npz", "torn.npz"):
-        assert main(["explain", str(tmp_path / name)]) == 1
+        assert main(["explain", str(tmp_path / name)]) == 2
         assert capsys.readouterr().err.startswith("file: must be an .npz file as numpy.savez writes it, got ")

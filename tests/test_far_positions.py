@@ -30,6 +30,49 @@ def test_far_positions_are_refused(problem, name, far):
     assert (out == 7).all()
 
 
+def long(keys, requests=1):
+    """Return a cache of one page that holds any number of keys, since a table may name it again and again."""
+    k, blocks = np.ones((1, 2**22, 1, 2), np.int8), -(-keys // 2**22)
+    return nbattn.PagedKV.from_block_table(k, k, np.zeros((requests, blocks), np.int32), np.full(requests, keys))
+
+
+@pytest.mark.parametrize("rows", [None, np.array([0, 1, 3])])
+def test_keys_that_end_beyond_int32_are_refused(rows):
+    kv, fits = long(2**30 + 4, 2), 2**30 - 5
+    q, one = np.ones((2 if rows is None else 3, 1, 2), np.float32), {"k_scale": 1.0, "v_scale": 1.0, "window_left": 3}
+    for start in ([0, 0], [7, fits]):
+        assert (nbattn.paged_attention(q, kv, rows, kv_start=np.array(start), **one) == 1).all()
+    out = np.full(q.shape, 7, np.float32)
+    rule = rf"^kv_start\[1\]: must be at most {fits}, so that its {2**30 + 4} keys end within int32, got {fits + 1}\.$"
+    for positions in (None, np.arange(len(q))):
+        places = {"kv_start": np.array([0, fits + 1]), "q_positions": positions}
+        with pytest.raises(nbattn.ContractError, match=rule):
+            nbattn.paged_attention(q, kv, rows, out=out, **places, **one)
+        with pytest.raises(nbattn.ContractError, match=rule):
+            nbattn.plan(kv, rows, num_qo_heads=1, **places)
+    assert (out == 7).all()
+
+
+def test_an_update_whose_keys_end_beyond_int32_leaves_the_plan_alone():
+    kv, far, q = long(5), long(2**30 + 4), np.ones((1, 1, 2), np.float32)
+    one = {"k_scale": 1.0, "v_scale": 1.0, "window_left": 3}
+    plan = nbattn.plan(kv, num_qo_heads=1, window_left=3, max_kv_len=2**30 + 4)
+    with pytest.raises(nbattn.ContractError, match=r"^kv_start\[0\]: must be at most"):
+        plan.update(far, kv_start=np.array([2**30]))
+    assert (nbattn.paged_attention(q, kv, plan=plan, **one) == 1).all()
+    with pytest.raises(nbattn.ContractError, match=r"^plan: must be made for this call's lengths"):
+        nbattn.paged_attention(q, far, plan=plan, **one)
+
+
+def test_levels_whose_keys_no_int32_counts_are_refused():
+    levels = [nbattn.Level(long(2**30)), nbattn.Level(long(2**30), causal=True)]
+    one = {"k_scale": 1.0, "v_scale": 1.0, "window_left": 3}
+    with pytest.raises(nbattn.ContractError, match=rf"^levels: must hold at most {2**31 - 1} keys .*, got {2**31} in"):
+        nbattn.cascade_attention(np.ones((1, 1, 2), np.float32), levels, **one)
+    levels[1] = nbattn.Level(long(2**30 - 1), causal=True)
+    assert (nbattn.cascade_attention(np.ones((1, 1, 2), np.float32), levels, **one) == 1).all()
+
+
 @pytest.mark.parametrize("name", ["window_left", "chunk_size", "split_size"])
 def test_a_size_that_no_int32_holds_is_the_largest(problem, name):
     q, kv = problem
@@ -37,6 +80,9 @@ def test_a_size_that_no_int32_holds_is_the_largest(problem, name):
         plan = nbattn.plan(kv, num_qo_heads=2, **{name: size})
         got = nbattn.paged_attention(q, kv, plan=plan, **{name: size})
         np.testing.assert_array_equal(got, nbattn.paged_attention(q, kv))
+        if name != "split_size":
+            flat = oracle.paged_attention(q, kv)
+            np.testing.assert_array_equal(oracle.paged_attention(q, kv, **{name: size}), flat)
 
 
 @pytest.mark.parametrize("options", [{}, {"window_left": 2}, {"chunk_size": 5}])

@@ -23,3 +23,12 @@ def test_equal_weights_stay_within_the_budget(num_keys, split_size):
     tokens, counts = np.arange(num_keys, dtype=np.int32)[None], np.array([num_keys], np.int32)
     gathered = nbattn.gather_attention(q, kv, tokens, counts, split_size=split_size, **options)
     testing.assert_close(gathered, expected)
+
+
+@pytest.mark.parametrize("split_size", [None, 1 << 30])
+def test_equal_values_do_not_drift_however_long_the_range(split_size):
+    k = np.zeros((1, 1 << 19, 1, 2), np.float32)
+    kv = nbattn.PagedKV.from_slots(k, np.full_like(k, 0.1), np.array([1 << 19]))
+    q = np.ones((1, 1, 2), np.float32)
+    expected = testing.expect(oracle.paged_attention, q, kv)
+    testing.assert_close(nbattn.paged_attention(q, kv, split_size=split_size, return_lse=True), expected)

@@ -92,6 +92,10 @@ def test_public_name_resolves(name):
     assert getattr(value, "__name__", name).removeprefix("nbattn.") == name or name == "__version__"
 
 
+def test_dir_lists_the_public_names_alone():
+    assert dir(nbattn) == sorted(nbattn.__all__)
+
+
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'nbattn' has no attribute 'flash_attention'"):
         _ = nbattn.flash_attention

@@ -19,7 +19,6 @@ from small_tables import (
     from_slots,
 )
 
-import nbattn
 from nbattn import ContractError, PagedKV, PageTableError
 
 BLOCKS = np.zeros((PAGES, 2, 3, SLOTS, HEADS, DK), np.float32)
@@ -35,6 +34,10 @@ def last_page(page_size, last):
     return lambda: from_page_table(cache, np.array([0, 40, 40, 44]), np.zeros(44, np.int32), np.array([1, 0, last]))
 
 
+NO_LEADING_0 = (
+    "kv_indptr[0]: must be 0, got 3. It has one entry per request: offsets are a 0, then the running sums of the page"
+    " counts."
+)
 BROKEN_TABLES = {
     "indptr starts late": (
         lambda: from_page_table(indptr=np.array([1, 3, 5, 5])),
@@ -63,6 +66,23 @@ BROKEN_TABLES = {
     "indptr empty": (
         lambda: from_page_table(indptr=np.zeros(0, np.int32)),
         "kv_indptr: must hold at least the leading 0, got an empty array.",
+    ),
+    "indptr is lengths": (
+        lambda: from_page_table(indptr=np.array([3, 2]), last=np.array([1, 1])),
+        NO_LEADING_0,
+    ),
+    "indptr without its 0": (
+        lambda: from_page_table(indptr=np.array([3, 5]), last=np.array([1, 1])),
+        NO_LEADING_0,
+    ),
+    "indptr and indices swapped": (
+        lambda: from_page_table(indptr=INDICES, indices=INDPTR),
+        "kv_indptr[0]: must be 0, got 6. kv_indptr and kv_indices look swapped.",
+    ),
+    "indices of one page swapped": (
+        lambda: from_page_table(indptr=np.zeros(5, int), indices=INDPTR),
+        "kv_last_page_len: must have 4 entries (one per request of kv_indptr), got 3."
+        " kv_indptr and kv_indices look swapped.",
     ),
     "last_page_len count": (
         lambda: from_page_table(last=np.array([1, 1])),
@@ -229,6 +249,10 @@ BROKEN_ARRAYS = {
         "kv_blocks: must be [pages, 2, layers, page_size, kv_heads, dim], got (7, 1, 3, 3, 2, 8).",
     ),
     "layer": (lambda: from_blocks(layer=3), "layer_idx: must be in 0..2 (layers of kv_blocks), got 3."),
+    "bool layer": (
+        lambda: from_blocks(layer=True),
+        "layer_idx: must be an integer or a one-element integer array, got True.",
+    ),
     "negative layer": (lambda: from_blocks(layer=-1), "layer_idx: must be in 0..2 (layers of kv_blocks), got -1."),
     "layer type": (
         lambda: from_blocks(layer=1.0),
@@ -299,75 +323,3 @@ def test_page_stride_may_use_all_memory_of_the_base():
 
 def test_the_page_stride_of_one_page_is_not_used():
     assert np.array_equal(from_blocks(blocks=BLOCKS[:1], table=TABLE * 0, stride=2**70).k, from_blocks().k[:1])
-
-
-HEADS_FIRST = np.zeros((PAGES, 2, 12, DK), np.float32)  # two heads of twelve slots
-HINT = '; the cache\'s axes 1 and 2 look swapped: kv_layout="HND"?'
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda k: PagedKV.from_slots(k, k, np.array([9])),
-            "kv_lens[0]: must be in 0..2 (slots of a row), got 9" + HINT,
-        ),
-        (
-            lambda k: PagedKV.from_page_table((k, k), np.array([0, 1]), np.array([3]), np.array([3])),
-            "kv_last_page_len[0]: must be in 1..2 (page_size), got 3 (request 0 owns kv_indices[0:1])" + HINT,
-        ),
-        (
-            lambda k: PagedKV.from_block_table(k, k, np.array([[3]]), np.array([13])),
-            "kv_lens[0]: must be in 0..2 (1 blocks of 2 in block_table), got 13.",
-        ),
-    ],
-    ids=["slots", "csr", "fits neither"],
-)
-def test_a_cache_of_the_other_layout_is_recognised(call, message):
-    with pytest.raises(PageTableError) as caught:
-        call(HEADS_FIRST)
-    assert str(caught.value) == message
-
-
-def test_query_heads_tell_the_layout():
-    kv = PagedKV.from_slots(HEADS_FIRST, HEADS_FIRST, np.array([2]))
-    message = "q: must have a positive multiple of 12 (num_kv_heads) heads, got 4"
-    for heads, hint in ((4, HINT), (3, ".")):
-        with pytest.raises(ContractError) as caught:
-            nbattn.paged_attention(np.zeros((1, heads, DK), np.float32), kv)
-        assert str(caught.value) == message.replace("got 4", f"got {heads}") + hint
-    q = np.zeros((1, 4, DK), np.float32)
-    with pytest.raises(ContractError, match=r"heads, got 4\.$"):  # this operator has no kv_layout
-        nbattn.gqa_decode(q, HEADS_FIRST[:1], HEADS_FIRST[:1], np.array([2]))
-
-
-BROKEN_PAGES = {
-    "fewer pages": (
-        lambda kv: kv.with_pages(K[:6], V[:6]),
-        "k_cache: must be (7, 3, 2, 8) (NHD) as before, got (6, 3, 2, 8).",
-    ),
-    "other layout": (
-        lambda kv: kv.with_pages(K.transpose(0, 2, 1, 3), V.transpose(0, 2, 1, 3)),
-        'k_cache: must be (7, 3, 2, 8) (NHD) as before, got (7, 2, 3, 8); axes 1 and 2 look swapped: kv_layout="HND"?',
-    ),
-    "other head size": (
-        lambda kv: kv.with_pages(K, K),
-        "v_cache: must be (7, 3, 2, 5) (NHD) as before, got (7, 3, 2, 8).",
-    ),
-    "other dtype": (
-        lambda kv: kv.with_pages(K.astype(np.float16), V.astype(np.float16)),
-        "k_cache: must be numpy float32 as before, got numpy float16.",
-    ),
-    "K alone": (
-        lambda kv: kv.with_pages(K),
-        "k_cache: must be [pages, 2, ...] with 5 axes or a pair (k, v), got (7, 3, 2, 8).",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN_PAGES)
-def test_with_pages_refuses_another_geometry(case):
-    call, message = BROKEN_PAGES[case]
-    with pytest.raises(ContractError) as caught:
-        call(from_block_table())
-    assert str(caught.value) == message

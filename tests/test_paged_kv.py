@@ -243,3 +243,17 @@ def test_a_checked_table_cannot_be_written(name):
         getattr(kv, name)[0] = 1
     lens[0] = 8  # the caller's own array may be
     assert kv.kv_lens.tolist() == [3, 5]
+
+
+@pytest.mark.filterwarnings("ignore:Setting the (shape|dtype):DeprecationWarning")
+@pytest.mark.parametrize("change", [{"shape": (1, PAGES * SLOTS, HEADS, DK)}, {"dtype": np.int32}])
+def test_later_changes_of_the_callers_array_in_place_are_not_seen(change):
+    k, v = cache_of("NHD", DK), cache_of("NHD", DV)
+    caches = [PagedKV.from_block_table(k, v, TABLE, LENS), PagedKV.from_page_table((k, v), INDPTR, INDICES, LAST)]
+    caches += [caches[0].with_pages(k, v)]
+    for name, value in change.items():
+        setattr(k, name, value)
+    for kv in caches:
+        assert kv.k.shape == (PAGES, SLOTS, HEADS, DK)
+        assert kv.k.dtype == np.float32
+        assert np.shares_memory(kv.k, k)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nbattn import oracle, testing
+from nbattn import ContractError, oracle, testing
 from nbattn.arrays import dtype_from_name
 from nbattn.testing import CascadeCase, GatherCase, MergeCase, PagedCase, run_case
 
@@ -140,6 +140,12 @@ def test_a_mismatch_names_its_coordinates():
         testing.assert_close(actual, expected, budget=1e9)
     with pytest.raises(AssertionError, match=r"shape \(2, 3\), got \(3, 2\)"):
         testing.assert_close(actual.T, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, "int8", bool, complex])
+def test_a_result_that_is_no_float_is_refused(dtype):
+    with pytest.raises(ContractError, match=rf"^out_dtype: must be a float dtype, got {np.dtype(dtype)}\."):
+        testing.expect(oracle.merge_states, np.zeros((1, 1, 1, 2)), np.zeros((1, 1, 1)), out_dtype=dtype)
 
 
 def test_infinities_and_nan_must_stand_in_the_same_places():

@@ -19,7 +19,7 @@ SETUP = """
 import os, sys, threading, time
 import numpy as np
 import nbattn
-import nbattn.cpu_ref.target
+import nbattn.cpu_ref.workers
 from nbattn import oracle
 from nbattn.testing import expect, compare
 
@@ -36,16 +36,16 @@ def right(result, expected=expected):
     return all(compare(x, y, budget).passed for x, y, budget in parts)
 
 def attend():
-    return nbattn.paged_attention(q, kv, return_lse=True)
+    return nbattn.paged_attention(q, kv, return_lse=True, split_size=64)
 
 nbattn.set_num_threads(3)
-nbattn.cpu_ref.target.SERIAL_NANOSECONDS = 0  # even small work goes to the team
+nbattn.cpu_ref.workers.WAKE_NANOSECONDS = nbattn.cpu_ref.workers.SHARE_NANOSECONDS = 1  # small work goes to the team
 if WARM:
     assert right(attend())
 """
 
 EIGHT_THREADS = """
-errors, calls, end = [], [0] * 8, time.monotonic() + SECONDS
+errors, calls = [], [0] * 8
 
 def work(number):
     try:
@@ -83,6 +83,7 @@ threads += [threading.Thread(target=prange) for _ in range(PRANGE_THREADS)]
 """
 
 RUN = """
+end = time.monotonic() + SECONDS
 for thread in threads:
     thread.start()
 for thread in threads:
@@ -139,6 +140,36 @@ def test_forks_and_chosen_numbers_of_threads():
         print("left")  # and the exit right after a call is clean
         """
     assert run(code).strip() == "left"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_waits_for_the_compiler():
+    code = """
+        from numba.core.compiler_lock import global_compiler_lock as lock
+        began, may_end = threading.Event(), threading.Event()
+
+        def compile():
+            with lock:
+                began.set()
+                may_end.wait(1)
+
+        compiler = threading.Thread(target=compile)
+        compiler.start()
+        began.wait()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if lock._lock.acquire(timeout=3) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        compiler.join()
+        with lock:  # a thread that holds it may fork, and keeps it
+            if os.fork() == 0:
+                os._exit(0 if lock.is_locked() else 1)
+            assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+            assert lock.is_locked()
+        assert not lock.is_locked()
+        print("done")
+        """
+    assert run(code, WARM=False).strip() == "done"
 
 
 def test_the_environment_sets_the_default():

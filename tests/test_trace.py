@@ -73,5 +73,7 @@ def test_levels_of_a_request_concatenate_to_its_pages(page_size, max_levels):
 def test_decode_steps_agree_with_the_oracle(page_size, max_levels, dtype):
     for number, batch in enumerate(batches()):
         tables = trace.decode_tables(batch, 0.3, tokens_per_block=4, page_size=page_size, seed=number)
-        for result in trace.check_step(tables, max_levels, head_dim=40, dtype=dtype, seed=number):
+        results = trace.check_step(tables, max_levels, head_dim=40, dtype=dtype, seed=number)
+        assert [result.name for result in results] == ["flat", "cascade"]
+        for result in results:
             assert result.passed, str(result)

@@ -211,7 +211,9 @@ def test_right_tensors_pass_and_wrong_ones_fail(tmp_path, capsys):
     assert validate.main(save(tmp_path, tensors(window_left=np.array(2)))) == 1  # another function's result
 
 
-def test_other_caches_and_options():
+def test_other_caches_and_options(monkeypatch):
+    for run in ("run_paged", "run_gather"):  # rules and the definition alone: a kernel would take seconds to compile
+        monkeypatch.delattr(f"nbattn.cpu_ref.target.{run}")
     made = tensors()
     table, lens = np.array([[3, 0], [1, 9]]), np.array([13, 8])
     pair = np.stack([made["k_cache"], made["v_cache"]], 1)
@@ -258,6 +260,11 @@ def test_bfloat16_and_fp8_come_as_bytes(tmp_path):
     assert validate.main(save(tmp_path, arrays)) == 0
     arrays.update(q=q, out=out)  # saved as they are, NumPy makes them void
     assert validate.main(save(tmp_path, arrays)) == 0
+    for name, key in (("q", "q_dtype"), ("k_cache", "kv_dtype"), ("out", "out_dtype")):
+        for x in (raw[name], raw[name].view(f"V{raw[name].itemsize}")):
+            message = f"^{name}: must be a float dtype.*, got .*: name the type in {key}.$"
+            with pytest.raises(ContractError, match=message):
+                external.check_tensors({**{k: v for k, v in arrays.items() if k != key}, name: x})
 
 
 @pytest.mark.parametrize(
@@ -268,17 +275,21 @@ def test_bfloat16_and_fp8_come_as_bytes(tmp_path):
         ({"v_cache": None}, "v_cache: must be in the file"),
         ({"kv_indices": None}, "kv_indices: must be in the file .a CSR page table has"),
         ({"kv_indptr": None}, "kv_lens: must be in the file"),
-        ({"windw_left": np.array(3)}, "windw_left: must be a known key"),
+        ({"windw_left": np.array(3)}, r"windw_left: must be a known key .* Did you mean window_left\?$"),
+        ({"counts": np.zeros(2, np.int32)}, r"counts: must be a known key of this kind of file, .* the others\.$"),
+        ({"kv_indices": None, "kv_index": np.zeros(3)}, r"kv_indices: must be in .* Did you mean kv_index\?$"),
         ({"token_indices": np.zeros((2, 1), np.int32)}, "counts: must be in the file"),
         ({"kv_last_page_len": np.array([9, 1])}, r"kv_last_page_len\[0\]: must be in 1\.\.8"),
         ({"out": np.zeros((2, 6, 8), np.float32)}, r"out: must have the shape \(2, 6, 16\), got \(2, 6, 8\)"),
-        (
-            {"q": np.zeros((2, 6, 16), ml_dtypes.bfloat16).view("V2")},
-            "q_dtype: must be in the file, since q holds 2-byte",
-        ),
+        ({"out": np.zeros((2, 6, 16), np.int64)}, "out: must be a float dtype, got int64"),
+        ({"out_dtype": np.array("int64"), "out": np.zeros((2, 6, 16), np.int64)}, "out: must be a float dtype, got"),
+        ({"out": np.float32(0)}, r"out: must have the shape \(2, 6, 16\), got \(\)"),
+        ({"lse": np.zeros((2, 6), np.uint16)}, r"lse: must be a float dtype, got uint16\. Save it as float32"),
         ({"q_dtype": np.array("float8_e5m2")}, "q: must hold the bytes of float8_e5m2 as q_dtype says, got float32"),
         ({"q_dtype": np.array("float7")}, "q_dtype: must name a NumPy or ml_dtypes type, got 'float7'"),
         ({"sinks": np.zeros(5, np.float32)}, r"sinks: must be \[6\]"),
+        ({"causal": np.array("no")}, "causal: must be a bool, got 'no'"),
+        ({"rope_theta": np.array(-1.0)}, r"rope\.theta: must be a positive finite number, got -1"),
     ],
 )
 def test_unusable_files_are_named(tmp_path, capsys, changes, message):

@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit
 from nbattn import testing
 from nbattn.cpu_ref import cpu
+from nbattn.cpu_ref.blocks import query_operand, query_room, score_heads, weigh_values
 from nbattn.cpu_ref.number_formats import address_of, half_to_float
 from nbattn.cpu_ref.row_copies import narrow_float16
 from nbattn.cpu_ref.tags import CACHE_KINDS
@@ -43,6 +44,52 @@ rounded = np.empty(len(wild), np.uint16)
 narrow(CACHE_KINDS["float32"], np.concatenate([wild, np.zeros(16, np.float32)]), rounded)  # padded to whole vectors
 with np.errstate(over="ignore"):
     halves &= bool((rounded == wild.astype(np.float16).view(np.uint16)).all())
+
+@njit
+def scores(kind, q, heads, rows, dim, listed, head_stride, slot_stride, scale, s):
+    room = query_room(kind, heads * rows + 4, heads, dim)
+    for _ in range(1):  # in which the room stays alive
+        operand = query_operand(kind, q, room, heads, rows, dim)
+        score_heads(kind, operand, heads, rows, address_of(listed), head_stride, dim, scale,
+                    address_of(s), s.strides[0], address_of(listed), head_stride, head_stride, slot_stride,
+                    address_of(listed))
+    return room.shape[0]
+
+@njit
+def weigh(kind, acc, heads, rows, p, listed, head_stride, slot_stride, n, dim, alpha, select):
+    weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(p), p.strides[0], address_of(listed),
+                 head_stride, slot_stride, n, dim, address_of(alpha), select, address_of(listed), head_stride,
+                 address_of(listed))
+
+def tile_error(dtype, heads, rows, dim, n):
+    number, count, width = np.dtype(dtype), heads * rows, -(-dim // 16) * 16
+    cache = rng.standard_normal((16, heads, dim)).astype(number)
+    listed = np.concatenate([cache.ctypes.data + np.arange(16) * cache.strides[0]] * 3)
+    places = listed, cache.strides[1], cache.strides[0]
+    q, s = np.zeros((count + 4, width), number), np.zeros((16, -(-(count + 4) // 16) * 16), number)
+    q[:count, :dim] = rng.standard_normal((count, dim))
+    tag = CACHE_KINDS[dtype]
+    scores(tag, q, heads, rows, dim, *places, number.type(0.5), s)
+    expected = 0.5 * np.einsum("hrd,jhd->jhr", q[:count, :dim].reshape(heads, rows, dim).astype(float), cache)
+    errors = [np.abs(s[:, :count].reshape(16, heads, rows) - expected).max()]
+    for select in (0, 1):
+        acc, p, alpha = np.zeros((count + 4, width), number), rng.random(s.shape).astype(number), np.zeros_like(s[0])
+        acc[:count], alpha[:] = 1, rng.random(alpha.shape)
+        expected = alpha[:count, None].astype(float).reshape(heads, rows, 1) + np.einsum(
+            "jhr,jhd->hrd", p[:n, :count].reshape(n, heads, rows).astype(float), cache[:n]
+        )
+        weigh(tag, acc, heads, rows, p, *places, n, dim, alpha, select)
+        errors.append(np.abs(acc[:count, :dim].reshape(heads, rows, dim) - expected).max())
+    return float(max(errors) / np.finfo(number).eps)
+
+tiles = {
+    f"{dtype} {heads} x {rows} x {dim}, {n} keys": tile_error(dtype, heads, rows, dim, n)
+    for dtype in ("float32", "float64")
+    for heads, rows, dim, n in (
+        (2, 1, 64, 16), (5, 1, 100, 3), (2, 2, 80, 16), (1, 3, 36, 1), (3, 4, 128, 15), (2, 5, 1, 2), (1, 6, 9, 5),
+        (2, 7, 256, 4), (2, 8, 128, 16), (1, 8, 83, 7), (3, 9, 64, 6), (1, 14, 72, 13), (2, 16, 130, 11),
+    )
+}
 shares = {}
 for q_dtype, kv_dtype in (("float32", None), ("float16", None), ("bfloat16", None), ("float32", "float8_e4m3fn")):
     for case in testing.CASES["paged_attention"][:24:3]:
@@ -51,7 +98,8 @@ for q_dtype, kv_dtype in (("float32", None), ("float16", None), ("bfloat16", Non
 for case in testing.CASES["merge"]:
     result = testing.run_case(case)
     shares[f"merge {case.id}"] = result.budget_share if result.passed else 1e9
-print(json.dumps({"bytes": cpu.REGISTER_BYTES, "dot": cpu.BFLOAT16_DOT, "halves": halves, "shares": shares}))
+print(json.dumps({"bytes": cpu.REGISTER_BYTES, "dot": cpu.BFLOAT16_DOT, "halves": halves, "shares": shares,
+                  "tiles": tiles}))
 """
 
 EMULATED = """
@@ -124,6 +172,7 @@ def test_results_do_not_depend_on_the_cpu(name, features, dot):
         pytest.skip("the CPUs named here are x86")
     found = printed_by(PROGRAM, NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features)
     assert found["halves"]
+    assert max(found["tiles"].values()) < 300, found["tiles"]  # in epsilons; sums of up to 256 numbers
     worst = max(found["shares"], key=found["shares"].get)
     assert len(found["shares"]) == 42
     assert found["shares"][worst] <= 1, worst

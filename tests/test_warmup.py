@@ -11,11 +11,11 @@ from nbattn.cpu_ref.paged_attention import paged_worker
 
 def test_kernels_of_a_dtype_are_there_afterwards():
     assert nbattn.warmup("float32") >= 0
-    ready = {entry[0] for entry in workers._entries}
+    ready = {entry[0] for entry in workers._codes}
     assert {paged_worker, gather_worker, merge_worker} <= ready
-    before = len(workers._entries)
+    before = len(workers._codes)
     assert nbattn.warmup("float32") < 1  # nothing is left to compile
-    assert len(workers._entries) == before
+    assert len(workers._codes) == before
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,8 @@ def test_kernels_of_a_dtype_are_there_afterwards():
         ({"families": None}, "families: must be among"),
         ({"families": (["merge_state"],)}, "families: must be among"),
         ({"head_dim": 64.0}, r"head_dim: must be an int, got 64\.0"),
+        ({"head_dim": 10**30}, "head_dim: must be at most 4194304, got 10"),
+        ({"head_dim": 2**20}, "head_dim: must be at most 524288 with 8 heads, got 1048576"),
         ({"target": "tpu"}, 'target: must be "cpu", "cuda" or "gpu"'),
     ],
 )

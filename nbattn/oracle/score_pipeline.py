@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 LseBase = Literal["2", "e"]
+FARTHEST = 2**62  # windows and chunks beyond are alike: no position is so far from another
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,10 @@ class Pipeline:
         """Return which keys at positions `j` [L] a row at position `p` [n, 1] sees by position alone [n, L]."""
         see = (j <= p) | ~np.asarray(causal, bool)
         if self.window_left >= 0:
-            see = see & (j >= p - self.window_left)
+            see = see & (j >= p - min(self.window_left, FARTHEST))
         if self.chunk_size:
-            see = see & (j // self.chunk_size == p // self.chunk_size)
+            chunk_size = min(self.chunk_size, FARTHEST)
+            see = see & (j // chunk_size == p // chunk_size)
         return see
 
     def prepare(self, q: np.ndarray, k: np.ndarray, p: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

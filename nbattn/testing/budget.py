@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from nbattn.arrays import dtype_from_name
+from nbattn.arrays import dtype_from_name, is_float
+from nbattn.errors import ContractError
 from nbattn.oracle.score_pipeline import Extremes, Rounding
 
 
@@ -78,10 +79,20 @@ class Comparison:
 
 
 def allowed_rounding(input_dtype: Any, out_dtype: Any = None) -> Rounding:
-    """Return the roundings that any path may make: prepared q and P to a 16-bit input dtype, the result to its own."""
+    """Return the roundings that any path may make: prepared q and P to a 16-bit input dtype, the result to its own.
+
+    Raises
+    ------
+    ContractError
+        If the result's dtype is no float: rounding to whole numbers would be a budget that everything keeps.
+    """
     dtype = dtype_from_name(input_dtype)
     narrow = dtype if dtype.itemsize == 2 else None
-    return Rounding(q=narrow, p=narrow, out=dtype if out_dtype is None else dtype_from_name(out_dtype))
+    result = dtype if out_dtype is None else dtype_from_name(out_dtype, "out_dtype")
+    if not is_float(result):
+        hint = "View the bytes of bfloat16 and float8 as these."
+        raise ContractError(f"out_dtype: must be a float dtype, got {result}. {hint}")
+    return Rounding(q=narrow, p=narrow, out=result)
 
 
 def expect(

@@ -51,6 +51,14 @@ def test_buffers_live_in_one_place(cupy):
         Multi(2, None, "NHD", True, *own)
 
 
+def test_device_buffers_that_share_memory_are_refused(cupy):
+    own = buffers(Setup(TWO[0]).build()[2], cupy.asarray)
+    own[2] = [(whole := cupy.asarray(np.zeros(40, np.int32)))[:20], whole[19:]]
+    rule = r"^paged_kv_indices_buf_arr\[1\]: must share no memory with paged_kv_indices_buf_arr\[0\], got overlap"
+    with pytest.raises(nbattn.ContractError, match=rule):
+        Multi(2, None, "NHD", True, *own)
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_device_metadata_beside_a_numpy_cache_is_refused_by_name(cupy, number):
     setup = Setup(TWO[0])

@@ -77,6 +77,37 @@ def test_a_buffer_that_is_too_small_names_its_level(number, level):
     assert all((x == -5).all() for given in buffers.values() for x in given)  # nothing was copied
 
 
+@pytest.mark.parametrize(("first", "second"), [((0, 0), (0, 1)), ((1, 0), (2, 0)), ((0, 1), (3, 1))])
+def test_buffers_that_share_memory_are_refused(first, second):
+    setup = Setup(TWO[0])
+    buffers = buffers_for(setup.build()[2])
+    names = list(buffers)
+    (a, i), (b, j) = first, second
+    whole = np.zeros(60, np.int32)
+    buffers[names[a]][i], buffers[names[b]][j] = whole[:20], whole[19:]
+    rule = rf"must share no memory with {names[a]}\[{i}\], got overlapping"
+    later = rf"{names[b]}\[{j}\]: {rule}"
+    with pytest.raises(nbattn.ContractError, match=f"^{later}"):
+        Multi(2, use_cuda_graph=True, **buffers)
+    buffers[names[b]][j] = whole[20:]  # neighbours are served
+    Multi(2, use_cuda_graph=True, **buffers).plan(*setup.build()[2], *setup.sizes)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_buffer_that_became_read_only_leaves_plan_and_buffers_alone(number):
+    setup, later = Setup(TWO[0]), Setup(((TWO[0][0]), ((0, 1, 4, 6), (2, 6, 5))), seed=3)
+    q, cache, lists = setup.build()
+    buffers = buffers_for(lists)
+    wrapper = planned(setup, lists, use_cuda_graph=True, **buffers)
+    want, name = wrapper.run(q, cache), list(buffers)[number]
+    before = [x.copy() for given in buffers.values() for x in given]
+    frozen(buffers[name][1])
+    with pytest.raises(nbattn.ContractError, match=rf"^{name}\[1\]: must be writable, got a read-only array"):
+        wrapper.plan(*later.build()[2], *later.sizes)
+    assert all(np.array_equal(x, y) for x, y in zip(before, (x for g in buffers.values() for x in g), strict=True))
+    np.testing.assert_array_equal(wrapper.run(q, cache), want)
+
+
 def frozen(x):
     x.flags.writeable = False
     return x

@@ -43,6 +43,8 @@ BAD_PLANS = [
     ({"logits_soft_cap": -1.0}, r"logits_soft_cap: must not be negative, got -1\.0"),
     ({"rope_scale": 0}, "rope_scale: must be positive, got 0"),
     ({"rope_theta": -1.0}, r"rope_theta: must be positive, got -1\.0"),
+    ({"rope_scale": 1e-308}, r"rope_scale: must be at least 1\.175e-38, got 1e-308"),
+    ({"causal": 1}, "causal: must be a bool, got 1"),
     ({"rope_theta": "1e4"}, "rope_theta: must be a finite number"),
     ({"q_data_type": "int8"}, "q_data_type: must be None or one of float16, bfloat16, float32, float64, got 'int8'"),
     ({"q_data_type": "torch.float16"}, "q_data_type: must be None or one of"),

@@ -55,6 +55,9 @@ class DeviceArray:
     def reshape(self, *shape):
         return self._view(self.host.reshape(*shape))
 
+    def view(self):
+        return self._view(self.host.view())
+
     def transpose(self, *axes):
         return self._view(self.host.transpose(*axes))
 
