@@ -56,7 +56,7 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
     OF_VALUES, USED = 16, 32  # from the barriers of K to those of V, and from full ones to empty ones
     TURN = 64  # from there to the two barriers of warpgroups' turns
     FAULTS = 80  # from there to what the warps of V found in each stage: whether it holds an infinity or a NaN
-    PARTIALS = BARRIERS + 96
+    PARTIALS = BARRIERS + (96 if full else 80)
     LIMITS = PARTIALS + ROWS * 8
     SCRATCH = LIMITS + ROWS * LIMITS_BYTES
     SHARED = SCRATCH + WARPS * 1024
@@ -141,14 +141,15 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
             rings.arrive_at_barrier(barriers + int32(TURN) + (warp & int32(4) ^ int32(4)) * int32(2))
 
     @register_jitable
-    def ask_ahead(raw, key0, limits, lane, rules):
-        """Ask for the mask of the tile from `key0` on, where there is one."""
+    def ask_ahead(raw, j, key_begin, limits, lane, rules):
+        """Ask for the mask of tile j, where there is one."""
         if AHEAD:
             if rules.mask != int64(0):
                 end, mask_at = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int64)
                 for i in range(LANE_ROWS):
                     end[i], mask_at[i] = recall_mask(limits, lane, i)
-                ask_mask(raw, int32(key0 + (lane & int32(3)) * int32(2)), end, mask_at, rules)
+                key = int32(key_begin + j * int32(KEYS) + (lane & int32(3)) * int32(2))
+                ask_mask(raw, key, end, mask_at, rules)
 
     @register_jitable
     def give_weights(s, m, d_sum, alphas, bits_at, key0, limits, lane, all_low, all_high, key_position, rules, raw):
@@ -202,8 +203,8 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
         s, p, o, m, d_sum, j, key_begin, sides, warp, lane, limits, all_low, all_high, key_position, rules, raw
     ):  # fmt: skip
         """Multiply and weigh tile j while no other product is under way; return as `give_weights`, the second."""
-        alphas, key0 = cuda.local.array(LANE_ROWS, types.float32), int32(key_begin + j * int32(KEYS))
-        ask_ahead(raw, key0, limits, lane, rules)
+        alphas = cuda.local.array(LANE_ROWS, types.float32)
+        ask_ahead(raw, j, key_begin, limits, lane, rules)
         arrived(sides.barriers, j)
         take_turn(sides.barriers, j, warp)
         multiply_keys(s, sides.query, sides.keys + stage(j))
@@ -212,6 +213,7 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
         hold_scores(s)
         give_back(sides.barriers, j, lane)
         bits = sides.bits + (j & int32(3)) * int32(4 * WORDS)
+        key0 = int32(key_begin + j * int32(KEYS))
         rises, dropped = give_weights(s, m, d_sum, alphas, bits, key0, limits, lane, all_low, all_high, key_position,
                                       rules, raw)  # fmt: skip
         if rises:
@@ -232,7 +234,7 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
             goes_on, taken = True, False
             while goes_on:
                 lane = ptx.from_lane_i32(lane, lane)  # or all that follows from it would stay in registers, and spill
-                ask_ahead(raw, int32(key_begin + int32(j + int32(1)) * int32(KEYS)), limits, lane, rules)
+                ask_ahead(raw, int32(j + int32(1)), key_begin, limits, lane, rules)
                 if has_to_select(dropped, j, sides, warp, rules):
                     arrived(of_values, j)
                     v_tile = sides.v_tiles + (j & int32(1)) * int32(TILE)

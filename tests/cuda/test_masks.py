@@ -12,8 +12,7 @@ import nbattn
 from nbattn import oracle, testing
 from nbattn.arrays import dtype_from_name
 
-KEYS = 141
-DEAD, SHARED = (5, 8, 70, 139), 66  # keys that all rows drop, and one that some rows keep
+DEAD, SHARED = (5, 8, 70, 75), 66  # keys that all rows drop, and one that some rows keep
 
 
 def _off_by_one(mask: np.ndarray) -> np.ndarray:
@@ -41,24 +40,32 @@ FORMS: dict[str, Callable] = {
 }
 KERNELS = {  # family, head size, compute capability, dtype, rows
     "wgmma 64": ("paged_wgmma", 64, (9, 0), "bfloat16", 12),
-    "wgmma 256": ("paged_wgmma", 192, (9, 0), "float16", 12),
+    "wgmma 256": ("paged_wgmma", 136, (9, 0), "float16", 12),
     "prefill": ("paged_prefill", 64, (8, 0), "bfloat16", 12),
     "decode": ("paged_decode", 64, (8, 0), "float16", 2),
 }
-KINDS = ("bool", "float32", "float16", "bfloat16")
-CASES = [("wgmma 64", form, KINDS[i % 4]) for i, form in enumerate(FORMS)]
-CASES += [("wgmma 256", "an element off", "bfloat16"), ("wgmma 256", "rows of even length", "bool")]
-CASES += [("prefill", "of all heads", "float32"), ("prefill", "an element off", "bool")]
-CASES += [("decode", "keys first", "bool"), ("decode", "rows of even length", "float16")]
+CASES = [
+    ("wgmma 64", "rows of odd length", "bool", 141),
+    ("wgmma 64", "rows of even length", "float32", 77),
+    ("wgmma 64", "an element off", "float16", 77),
+    ("wgmma 256", "an element off", "bfloat16", 77),
+    ("prefill", "keys first", "float32", 77),
+    ("prefill", "rows of even length", "bool", 77),
+    ("decode", "every second element", "bool", 141),
+    ("decode", "rows of even length", "float16", 141),
+    ("decode", "of all rows", "float32", 141),
+    ("decode", "of all heads", "bool", 141),
+    ("decode", "of all keys", "bfloat16", 141),
+]
 
 
-@pytest.mark.parametrize(("kernel", "form", "kind"), CASES)
-def test_a_mask_of_any_form(kernel, form, kind, lent):
+@pytest.mark.parametrize(("kernel", "form", "kind", "keys"), CASES)
+def test_a_mask_of_any_form(kernel, form, kind, keys, lent):
     family, size, lent.compute_capability, dtype, rows = KERNELS[kernel]
     rng = np.random.default_rng(11)
-    kv = poisoned_cache(rng, [KEYS], heads=1, dims=(size, size), dtype=dtype)
+    kv = poisoned_cache(rng, [keys], heads=1, dims=(size, size), dtype=dtype)
     q, indptr = numbers(rng, (rows, 2, size), dtype), np.array([0, rows], np.int32)
-    keep = rng.random((1, 1, rows, KEYS)) > 0.3
+    keep = rng.random((1, 1, rows, keys)) > 0.3
     keep[..., DEAD] = False
     keep[..., ::2, SHARED] = False
     keep[..., 0, :] = False
@@ -71,7 +78,7 @@ def test_a_mask_of_any_form(kernel, form, kind, lent):
     mask = FORMS[form](mask.astype(dtype_from_name(kind)))
     options = {"attn_mask": mask, "causal": False}
     out, lse = nbattn.paged_attention(q, kv, indptr, return_lse=True, **options)
-    assert [name for name, _ in lent.launched] == [family]
+    assert {name for name, _ in lent.launched} - {"merge_states"} == {family}
     testing.assert_close((out, lse), testing.expect(oracle.paged_attention, q, kv, indptr, **options))
     if not form.startswith(("of all rows", "of all keys")):  # the first row has no key
         assert (lse[0] == -np.inf).all()
