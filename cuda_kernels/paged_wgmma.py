@@ -105,7 +105,7 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
             wait_for_copies()
             publish_writes()
             ptx.sync_warp()
-            if full and faults_at != int32(0):
+            if AHEAD and faults_at != int32(0):
                 fault = uint32(0)
                 for panel in range(head_dim // 64):
                     fault |= probe(place + stage * int32(TILE) + int32(panel) * int32(128 * KEYS), KEYS // 8, lane)
@@ -175,7 +175,7 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
     @register_jitable
     def has_to_select(dropped, j, sides, warp, rules):
         """Return whether a row of the warpgroup drops keys of tile j, whose values may be infinite or NaN."""
-        if full and rules.mask != int64(0):  # nearly every tile has dropped keys: V's warps have looked at it
+        if AHEAD and rules.mask != int64(0):  # nearly every tile has dropped keys: V's warps have looked at it
             arrived(sides.barriers + int32(OF_VALUES), j)
             faults_at = sides.barriers + int32(FAULTS) + (j & int32(1)) * int32(8)
             if ptx.shared_load_u32(faults_at) | ptx.shared_load_u32(faults_at + int32(4)) == uint32(0):
