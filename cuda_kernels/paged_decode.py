@@ -64,7 +64,9 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
     HAS_NONFINITE = tile.HAS_NONFINITE  # int8 holds neither NaN nor infinity
     has_nonfinite, select_values = tile.has_nonfinite, tile.select_values
-    score_tile = make_score_tile(KEYS, 2, full)
+    MASKED = KEYS // 16  # times eight keys whose mask is in registers at a time
+    RAW_WORDS = 4 * MASKED
+    _, score_tile = make_score_tile(KEYS, 2, full, MASKED)
     publish = make_publish(tile.out_dim, O_NUMBERS // 4, PITCH)
     write_rows, write_shares = make_write_rows(WARPS, 16, RING), make_write_shares(4, 16, RING)
     wait_for_oldest = ptx.WAIT_COPIES[STAGES - 1]
@@ -162,7 +164,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
         ptx.sync_block()
 
         s, p = cuda.local.array(S_NUMBERS, types.float32), cuda.local.array(P_WORDS, types.uint32)
-        o = cuda.local.array(O_NUMBERS, types.float32)
+        o, raw = cuda.local.array(O_NUMBERS, types.float32), cuda.local.array(RAW_WORDS, types.uint32)
         m, d_sum = cuda.local.array(2, types.float32), cuda.local.array(2, types.float32)
         for i in range(O_NUMBERS):
             o[i] = float32(0)
@@ -176,7 +178,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
             multiply_keys(query, s, used, lane)
             whole = key0 >= all_low and int32(key0 + int32(KEYS)) <= all_high and bits[0] == uint32(ALL)
             dropped = score_tile(s, bits, key0, c, whole, unit, first, end, slope, position, mask_at,
-                                 item.key_position, rules)  # fmt: skip
+                                 item.key_position, rules, raw)  # fmt: skip
             soften(s, m, d_sum, o)
             v_tile = used + int32(K_TILE)
             if HAS_NONFINITE and ptx.ballot(dropped) != uint32(0) and has_nonfinite(v_tile, lane):

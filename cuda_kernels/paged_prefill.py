@@ -53,8 +53,10 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
     Q_SHARED, Q_WORDS, Q_BYTES = tile.Q_SHARED, tile.Q_WORDS, tile.Q_BYTES
     S_NUMBERS, P_WORDS, O_NUMBERS = tile.S_NUMBERS, tile.P_WORDS, tile.O_NUMBERS
     LANE_ROWS = tile.ROWS
+    RAW_WORDS = 2 * LANE_ROWS
     set_up_lanes, recall_rows = make_rows_of_lanes(tile.load_query, LANE_ROWS, full)
-    score_tile = make_score_tile(KEYS, LANE_ROWS, full)
+    MASKED = 1  # times eight keys whose mask is in registers at a time
+    _, score_tile = make_score_tile(KEYS, LANE_ROWS, full, MASKED)
     fetch, multiply_keys, soften = tile.fetch, tile.multiply_keys, tile.soften
     pack_weights, multiply_values = tile.pack_weights, tile.multiply_values
     HAS_NONFINITE = tile.HAS_NONFINITE  # int8 holds neither NaN nor infinity
@@ -128,6 +130,7 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
 
         s, p = cuda.local.array(S_NUMBERS, types.float32), cuda.local.array(P_WORDS, types.uint32)
         o, bits = cuda.local.array(O_NUMBERS, types.float32), cuda.local.array(WORDS, types.uint32)
+        raw = cuda.local.array(RAW_WORDS, types.uint32)
         m, d_sum = cuda.local.array(LANE_ROWS, types.float32), cuda.local.array(LANE_ROWS, types.float32)
         for i in range(O_NUMBERS):
             o[i] = float32(0)
@@ -154,7 +157,9 @@ def make(cache: str, head_dim: int, full: bool) -> Kernel:
                 multiply_keys(query, s, k_tile, lane)
                 recall_rows(unit, first, end, slope, position, mask_at, limits, lane)
                 dropped = score_tile(s, bits, key0, lane & int32(3), whole, unit, first, end, slope, position,
-                                     mask_at, item.key_position, rules)  # fmt: skip
+                                     mask_at, item.key_position, rules, raw)  # fmt: skip
+                if head_dim == 64:
+                    lane = ptx.own_lane()  # or it would spill
                 soften(s, m, d_sum, o)
                 if HAS_NONFINITE and ptx.ballot(dropped) != uint32(0) and has_nonfinite(v_tile, lane):
                     select_values(s, o, v_tile, scratch, lane)

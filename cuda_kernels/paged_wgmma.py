@@ -27,6 +27,7 @@ from nbattn.cuda_kernels.rows import (
     make_rows_of_lanes,
     make_score_tile,
     read_item,
+    recall_mask,
 )
 from nbattn.cuda_kernels.shapes import WARPGROUP_ROWS, wgmma_keys
 from nbattn.cuda_kernels.tile import make_tile
@@ -54,15 +55,19 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
     BARRIERS = BITS + 4 * 4 * WORDS  # of four tiles: three are in use
     OF_VALUES, USED = 16, 32  # from the barriers of K to those of V, and from full ones to empty ones
     TURN = 64  # from there to the two barriers of warpgroups' turns
-    PARTIALS = BARRIERS + 80
+    FAULTS = 80  # from there to what the warps of V found in each stage: whether it holds an infinity or a NaN
+    PARTIALS = BARRIERS + (96 if full else 80)
     LIMITS = PARTIALS + ROWS * 8
     SCRATCH = LIMITS + ROWS * LIMITS_BYTES
     SHARED = SCRATCH + WARPS * 1024
     S_NUMBERS, P_WORDS, O_NUMBERS = tile.S_NUMBERS, tile.P_WORDS, tile.O_NUMBERS
+    AHEAD = full and head_dim <= 128  # a tile's mask is asked for ahead of the product that makes its scores
+    MASKED = KEYS // 8 if AHEAD else 2  # times eight keys whose mask is in registers at a time
+    RAW_WORDS = 2 * LANE_ROWS * MASKED
     set_up_lanes, recall_rows = make_rows_of_lanes(tile.load_query, LANE_ROWS, full)
-    score_tile = make_score_tile(KEYS, LANE_ROWS, full)
+    ask_mask, score_tile = make_score_tile(KEYS, LANE_ROWS, full, MASKED)
     fetch_rows, weigh, rescale, pack_weights = tile.fetch_rows, tile.weigh, tile.rescale, tile.pack_weights
-    has_nonfinite, select_values, unpack = tile.has_nonfinite, tile.select_values, tile.unpack
+    probe, has_nonfinite, select_values, unpack = tile.probe, tile.has_nonfinite, tile.select_values, tile.unpack
     finish = make_finish(tile.out_dim, head_dim // 8, PITCH, LANE_ROWS, False)
     multiply_keys = warpgroup.make_multiply_keys(tile.OWN_KIND, KEYS, head_dim, ROWS)
     multiply_values = warpgroup.make_multiply_values(tile.OWN_KIND, KEYS, head_dim)
@@ -76,8 +81,11 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
     KEYS_BITS, VALUES_BITS = warpgroup.descriptor_bits(KEYS, False), warpgroup.descriptor_bits(KEYS, True)
 
     @register_jitable
-    def bring(side, key, tiles, place, bits_at, barriers, lane, table):
-        """Bring the warp's half of a ring's tiles, as stages become free, and what exists where `bits_at` is not 0."""
+    def bring(side, key, tiles, place, bits_at, faults_at, barriers, lane, table):
+        """Bring the warp's half of a ring's tiles, as stages become free.
+
+        Say what exists where `bits_at` is not 0, whether the half has an infinity or a NaN where `faults_at` is not.
+        """
         page, slot = cuda.local.array(TURNS, types.int32), cuda.local.array(TURNS, types.int32)
         for j in range(tiles):
             for t in range(TURNS):
@@ -97,6 +105,14 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
             wait_for_copies()
             publish_writes()
             ptx.sync_warp()
+            if AHEAD and faults_at != int32(0):
+                fault = uint32(0)
+                for panel in range(head_dim // 64):
+                    fault |= probe(place + stage * int32(TILE) + int32(panel) * int32(128 * KEYS), KEYS // 8, lane)
+                    keep_rolled()
+                fault = ptx.ballot(int32(fault != uint32(0)))
+                if lane == int32(0):
+                    ptx.shared_store_u32(faults_at + stage * int32(8), fault)
             if lane == int32(0):
                 rings.arrive_at_barrier(barriers + stage * int32(8))
             keep_rolled()
@@ -125,7 +141,18 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
             rings.arrive_at_barrier(barriers + int32(TURN) + (warp & int32(4) ^ int32(4)) * int32(2))
 
     @register_jitable
-    def give_weights(s, m, d_sum, alphas, bits_at, key0, limits, lane, all_low, all_high, key_position, rules):
+    def ask_ahead(raw, j, key_begin, limits, lane, rules):
+        """Ask for the mask of tile j, where there is one."""
+        if AHEAD:
+            if rules.mask != int64(0):
+                end, mask_at = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int64)
+                for i in range(LANE_ROWS):
+                    end[i], mask_at[i] = recall_mask(limits, lane, i)
+                key = int32(key_begin + j * int32(KEYS) + (lane & int32(3)) * int32(2))
+                ask_mask(raw, key, end, mask_at, rules)
+
+    @register_jitable
+    def give_weights(s, m, d_sum, alphas, bits_at, key0, limits, lane, all_low, all_high, key_position, rules, raw):
         """Turn products into weights; return (whether maxima rise, whether a row drops a key whose value is there)."""
         first, end = cuda.local.array(LANE_ROWS, types.int32), cuda.local.array(LANE_ROWS, types.int32)
         unit, slope = cuda.local.array(LANE_ROWS, types.float32), cuda.local.array(LANE_ROWS, types.float32)
@@ -140,10 +167,20 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
         dropped = int32(0)
         if not products:
             dropped = score_tile(s, bits, key0, lane & int32(3), whole, unit, first, end, slope, position, mask_at,
-                                 key_position, rules)  # fmt: skip
+                                 key_position, rules, raw)  # fmt: skip
         for i in range(LANE_ROWS):
             factor[i] = unit[i] if products else float32(1)
         return weigh(s, factor, m, d_sum, alphas), dropped
+
+    @register_jitable
+    def has_to_select(dropped, j, sides, warp, rules):
+        """Return whether a row of the warpgroup drops keys of tile j, whose values may be infinite or NaN."""
+        if AHEAD and rules.mask != int64(0):  # nearly every tile has dropped keys: V's warps have looked at it
+            arrived(sides.barriers + int32(OF_VALUES), j)
+            faults_at = sides.barriers + int32(FAULTS) + (j & int32(1)) * int32(8)
+            if ptx.shared_load_u32(faults_at) | ptx.shared_load_u32(faults_at + int32(4)) == uint32(0):
+                return False
+        return any_of_group(dropped, int32(1) + (warp >> int32(2))) != int32(0)
 
     @register_jitable
     def take_nonfinite(s, p, o, v_tile, scratch, warp, lane):
@@ -163,10 +200,11 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
 
     @register_jitable
     def weights_alone(
-        s, p, o, m, d_sum, j, key_begin, sides, warp, lane, limits, all_low, all_high, key_position, rules
+        s, p, o, m, d_sum, j, key_begin, sides, warp, lane, limits, all_low, all_high, key_position, rules, raw
     ):  # fmt: skip
         """Multiply and weigh tile j while no other product is under way; return as `give_weights`, the second."""
         alphas = cuda.local.array(LANE_ROWS, types.float32)
+        ask_ahead(raw, j, key_begin, limits, lane, rules)
         arrived(sides.barriers, j)
         take_turn(sides.barriers, j, warp)
         multiply_keys(s, sides.query, sides.keys + stage(j))
@@ -177,7 +215,7 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
         bits = sides.bits + (j & int32(3)) * int32(4 * WORDS)
         key0 = int32(key_begin + j * int32(KEYS))
         rises, dropped = give_weights(s, m, d_sum, alphas, bits, key0, limits, lane, all_low, all_high, key_position,
-                                      rules)  # fmt: skip
+                                      rules, raw)  # fmt: skip
         if rises:
             rescale(o, alphas)
         pack_weights(s, p)
@@ -189,13 +227,15 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
     ):  # fmt: skip
         """Take in all tiles: while a tile's values are multiplied, the next one's products become weights."""
         alphas, j, of_values = cuda.local.array(LANE_ROWS, types.float32), int32(0), sides.barriers + int32(OF_VALUES)
+        raw = cuda.local.array(RAW_WORDS, types.uint32)
         while j < tiles:
             dropped = weights_alone(s, p, o, m, d_sum, j, key_begin, sides, warp, lane, limits, all_low, all_high,
-                                    key_position, rules)  # fmt: skip
+                                    key_position, rules, raw)  # fmt: skip
             goes_on, taken = True, False
             while goes_on:
                 lane = ptx.from_lane_i32(lane, lane)  # or all that follows from it would stay in registers, and spill
-                if any_of_group(dropped, int32(1) + (warp >> int32(2))) != int32(0):
+                ask_ahead(raw, int32(j + int32(1)), key_begin, limits, lane, rules)
+                if has_to_select(dropped, j, sides, warp, rules):
                     arrived(of_values, j)
                     v_tile = sides.v_tiles + (j & int32(1)) * int32(TILE)
                     taken = take_nonfinite(s, p, o, v_tile, scratch, warp, lane)
@@ -214,7 +254,9 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
                     bits = sides.bits + (j & int32(3)) * int32(4 * WORDS)
                     key0 = int32(key_begin + j * int32(KEYS))
                     rises, dropped = give_weights(s, m, d_sum, alphas, bits, key0, limits, lane, all_low, all_high,
-                                                  key_position, rules)  # fmt: skip
+                                                  key_position, rules, raw)  # fmt: skip
+                    if head_dim > 128:
+                        lane = ptx.own_lane()  # or it would spill
                     # a store keeps all of that ahead of the wait
                     ptx.shared_store_f32(scratch + (lane << int32(2)), d_sum[0] + d_sum[1])
                     wait_for_products()
@@ -257,6 +299,8 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
                       num_pages)  # fmt: skip
         rules = Rules(row_position, row_request, row_index, window_left, chunk_size, soft_cap, alibi_slopes, mask,
                       mask_request, mask_head, mask_row, mask_key, mask_kind)  # fmt: skip
+        no_mask = Rules(row_position, row_request, row_index, window_left, chunk_size, soft_cap, alibi_slopes,
+                        int64(0), mask_request, mask_head, mask_row, mask_key, mask_kind)  # fmt: skip
         result = Result(num_qo_heads, head_dim_vo, state_v, state_s, out, out_row, out_head, out_dim, out_kind, lse,
                         lse_row, lse_head, lse_unit, sinks, v_scale, v_unit, gate, gate_row, gate_head, gate_dim,
                         gate_kind)  # fmt: skip
@@ -279,10 +323,12 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
             if warp & int32(2) == int32(0):
                 side = Side(pages.k, k_page, k_slot, pages.k_bytes, num_pages)
                 own_bits = bits_at + half * int32(KEYS // 16)
-                bring(side, key, tiles, place + int32(K_RING), own_bits, barriers, lane, table)
+                bring(side, key, tiles, place + int32(K_RING), own_bits, int32(0), barriers, lane, table)
             else:
                 side = Side(pages.v, v_page, v_slot, pages.v_bytes, num_pages)
-                bring(side, key, tiles, place + int32(V_RING), int32(0), barriers + int32(OF_VALUES), lane, table)
+                faults_at = barriers + int32(FAULTS) + half * int32(4) if mask != int64(0) else int32(0)
+                bring(side, key, tiles, place + int32(V_RING), int32(0), faults_at, barriers + int32(OF_VALUES), lane,
+                      table)  # fmt: skip
             if item.state < int32(0):
                 ptx.sync_block()  # the one in `finish`
         else:
@@ -307,8 +353,12 @@ def make(cache: str, head_dim: int, full: bool, groups: int) -> Kernel:
             k_at = int64(KEYS_BITS) + int64((shared + int32(K_RING)) >> int32(4))
             v_at = int64(VALUES_BITS) + int64((shared + int32(V_RING)) >> int32(4))
             sides = Sides(q_at, k_at, v_at, shared + int32(V_RING), bits_at, barriers)
-            take_in(s, p, o, m, d_sum, key0, tiles, sides, scratch, warp, lane, limits, all_low, all_high,
-                    item.key_position, rules)  # fmt: skip
+            if full and (head_dim > 128 or mask != int64(0)):
+                take_in(s, p, o, m, d_sum, key0, tiles, sides, scratch, warp, lane, limits, all_low, all_high,
+                        item.key_position, rules)  # fmt: skip
+            else:  # in a loop of its own: tests for a mask in each tile cost 4 %
+                take_in(s, p, o, m, d_sum, key0, tiles, sides, scratch, warp, lane, limits, all_low, all_high,
+                        item.key_position, no_mask)  # fmt: skip
             partials, state = shared + int32(PARTIALS) + warp * int32(WARP_ROWS * 8), item.state
             finish(o, m, d_sum, shared + warp * int32(WARP_ROWS * PITCH), partials, state, item.row_begin, first_pair,
                    pairs, lane, kv_head, group_size, result)  # fmt: skip

@@ -100,6 +100,19 @@ load_u32_if = instruction(  # 0 where it is not wanted
     (u32,),
     (i64, i32),
 )
+load_u16_if = instruction(
+    "load_u16_if",
+    "{.reg .pred p; .reg .u16 t; setp.ne.s32 p, $2, 0; mov.u16 t, 0; @p ld.global.nc.u16 t, [$1]; cvt.u32.u16 $0, t;}",
+    (u32,),
+    (i64, i32),
+)
+load_u8_if = instruction(  # the last input where it is not wanted
+    "load_u8_if",
+    "{.reg .pred p; .reg .u16 t; setp.ne.s32 p, $2, 0; cvt.u16.u32 t, $3; @p ld.global.nc.u8 t, [$1];"
+    " cvt.u32.u16 $0, t;}",
+    (u32,),
+    (i64, i32, i32),
+)
 load_u16 = instruction("load_u16", "{.reg .u16 t; ld.global.nc.u16 t, [$1]; cvt.u32.u16 $0, t;}", (u32,), (i64,))
 load_u8 = instruction("load_u8", "{.reg .u16 t; ld.global.nc.u8 t, [$1]; cvt.u32.u16 $0, t;}", (u32,), (i64,))
 load_f32 = instruction("load_f32", "ld.global.nc.f32 $0, [$1];", (f32,), (i64,))
@@ -220,6 +233,7 @@ multiply_bf16 = _matrix_multiply("bf16")
 multiply_f16 = _matrix_multiply("f16")
 
 # ---- lanes and threads together
+own_lane = instruction("own_lane", "mov.u32 $0, %laneid;", (i32,), (), "ordered")
 exchange_f32 = instruction(  # the value of the lane whose number differs by xor
     "exchange_f32", "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", (f32,), (f32, i32), "ordered"
 )

@@ -13,6 +13,7 @@ from nbattn.cuda_kernels.epilogue import EMPTY, make_publish, make_store_states,
 from nbattn.cuda_kernels.formats import BOOL, load_number
 from nbattn.cuda_kernels.groups import Item
 from nbattn.cuda_kernels.loops import unroll_fully
+from nbattn.cuda_kernels.masks import make_mask
 from nbattn.cuda_kernels.parameters import WORK
 from nbattn.indexing import idiv, visible_keys
 from nbattn.scoring import LOG2E, alibi_bias, soft_cap
@@ -122,10 +123,11 @@ def biased_score(score, distance, slope, mask_at, rules):
     return masked_score(score, mask_at, rules) if mask_at != int64(0) else (score, True)
 
 
-def make_score_tile(keys: int, rows: int, full: bool) -> Callable:
-    """Return the function that turns ``q @ k.T`` of `keys` keys and a lane's `rows` rows into scores.
+def make_score_tile(keys: int, rows: int, full: bool, masked_columns: int) -> tuple[Callable, Callable]:
+    """Return `make_mask`'s first function and the one that turns ``q @ k.T`` of a lane's `rows` rows into scores.
 
-    Each rule is a pass of its own over the numbers: what is off costs a branch.
+    Each rule is a pass of its own over the numbers: what is off costs a branch. The mask of `masked_columns` times
+    eight keys is in registers at a time; where these are all `keys`, it has been asked for before.
     """
     COLUMNS, S_ROWS = keys // 8, keys // 2
 
@@ -149,37 +151,39 @@ def make_score_tile(keys: int, rows: int, full: bool) -> Callable:
                     s[at(n, 1, i)] += alibi_bias(slope[i], distance + float32(1))
                 unroll_fully()
 
-    def make_drop(masked):
-        @register_jitable
-        def drop(s, bits, key0, c, unit, first, end, mask_at, rules):
-            """Drop the keys that a row does not see, or that its mask drops; return as `score_tile`.
+    @register_jitable
+    def drop_hidden(s, bits, key0, c, unit, first, end):
+        """Drop the keys that a row does not see; return as `score_tile`. Unless `full`, this scales scores too."""
+        dropped = int32(0)
+        for n in range(COLUMNS):
+            for e in range(2):
+                column = int32(8 * n + e) + int32(2) * c
+                exists = (bits[n // 4] >> uint32(int32(8 * (n % 4) + e) + int32(2) * c)) & uint32(1) != uint32(0)
+                key = int32(key0 + column)
+                for i in range(rows):
+                    score = s[at(n, e, i)] if full else s[at(n, e, i)] * unit[i]
+                    keep = exists and key >= first[i] and key < end[i]
+                    if exists and not keep and end[i] >= int32(0):
+                        dropped = int32(1)
+                    s[at(n, e, i)] = score if keep else EMPTY
+            unroll_fully()
+        return dropped
 
-            Without a rule that takes scores ahead of it, this scales them too.
-            """
-            dropped = int32(0)
-            for n in range(COLUMNS):
-                for e in range(2):
-                    column = int32(8 * n + e) + int32(2) * c
-                    exists = (bits[n // 4] >> uint32(int32(8 * (n % 4) + e) + int32(2) * c)) & uint32(1) != uint32(0)
-                    key = int32(key0 + column)
-                    for i in range(rows):
-                        score = s[at(n, e, i)] if full else s[at(n, e, i)] * unit[i]
-                        keep = exists and key >= first[i] and key < end[i]
-                        if masked:
-                            if keep:
-                                score, keep = masked_score(score, mask_at[i] + int64(key) * rules.mask_key, rules)
-                        if exists and not keep and end[i] >= int32(0):
-                            dropped = int32(1)
-                        s[at(n, e, i)] = score if keep else EMPTY
-                unroll_fully()
-            return dropped
-
-        return drop
-
-    drop_hidden, drop_masked = make_drop(False), make_drop(True)
+    ask_mask, apply_mask = make_mask(rows, masked_columns, at)
 
     @register_jitable
-    def score_tile(s, bits, key0, c, whole, unit, first, end, slope, position, mask_at, key_position, rules):
+    def mask_tile(s, raw, key, end, mask_at, rules):
+        """Apply the mask to all columns, `masked_columns` at a time, or as asked for before; return as `apply_mask`."""
+        dropped = int32(0)
+        for n0 in range(0, COLUMNS, masked_columns):
+            if masked_columns < COLUMNS:
+                ask_mask(raw, int32(key + int32(8 * n0)), end, mask_at, rules)
+            dropped |= apply_mask(s, n0, raw, rules)
+            unroll_fully()
+        return dropped
+
+    @register_jitable
+    def score_tile(s, bits, key0, c, whole, unit, first, end, slope, position, mask_at, key_position, rules, raw):
         """Scale, bias and mask `s`; dropped keys get -inf. Return 1 if a row drops a key whose value is there, else 0.
 
         Per row of the lane: `unit` scales, ``[first, end)`` is what it sees (``end < 0``: no row, whatever it says).
@@ -191,13 +195,16 @@ def make_score_tile(keys: int, rows: int, full: bool) -> Callable:
                     s[at(n, 0, i)] *= unit[i]
                     s[at(n, 1, i)] *= unit[i]
                 unroll_fully()
+        dropped = int32(0)
         if full:
             bias_tile(s, key0, c, slope, position, key_position, rules)
             if rules.mask != int64(0):
-                return drop_masked(s, bits, key0, c, unit, first, end, mask_at, rules)
-        return int32(0) if whole else drop_hidden(s, bits, key0, c, unit, first, end, mask_at, rules)
+                dropped = mask_tile(s, raw, int32(key0 + int32(2) * c), end, mask_at, rules)
+        if not whole:
+            dropped |= drop_hidden(s, bits, key0, c, unit, first, end)
+        return dropped
 
-    return score_tile
+    return ask_mask, score_tile
 
 
 @register_jitable
@@ -251,7 +258,15 @@ def keys_of_warp(first, end):
     return low, high, all_low, all_high
 
 
-LIMITS_BYTES = 32  # of a row: first, end, unit, position, slope, nothing, mask_at
+LIMITS_BYTES = 32  # of a row: first, end, unit, position, slope, end, mask_at
+
+
+@register_jitable
+def recall_mask(limits, lane, i):
+    """Read what `ask_mask` takes of the lane's row i: where it ends, and its mask."""
+    at = limits + ((lane >> int32(2)) + int32(8 * i)) * int32(LIMITS_BYTES)
+    _, end, low, high = ptx.shared_load_4u32(at + int32(16))
+    return int32(end), int64(low) | int64(high) << int64(32)
 
 
 def make_rows_of_lanes(load_query: Callable, rows: int, full: bool) -> tuple[Callable, Callable]:
@@ -285,6 +300,7 @@ def make_rows_of_lanes(load_query: Callable, rows: int, full: bool) -> tuple[Cal
             slope, mask_at = slope_and_mask(item, row, qo_head, rules)
             ptx.shared_store_u32(mine + int32(12), position)
             ptx.shared_store_f32(mine + int32(16), slope)
+            ptx.shared_store_u32(mine + int32(20), end[0])
             ptx.shared_store_2u32(mine + int32(24), uint32(mask_at & int64(0xFFFFFFFF)), uint32(mask_at >> int64(32)))
 
     @register_jitable

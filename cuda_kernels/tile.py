@@ -187,14 +187,19 @@ def make_tile(
                 unroll_fully()
 
     @register_jitable
-    def has_nonfinite(v_tile, lane):
-        """Return whether any value of the tile, or of a warp's share from `v_tile` on, is infinite or NaN."""
+    def probe(at, turns, lane):
+        """Return a word that is not 0 if the lane's share of ``512 * turns`` bytes holds an infinity or a NaN."""
         found = uint32(0)
-        for i in range(PROBED):
-            x0, x1, x2, x3 = ptx.shared_load_4u32(v_tile + (int32(32 * i) + lane) * int32(16))
+        for i in range(turns):
+            x0, x1, x2, x3 = ptx.shared_load_4u32(at + (int32(32 * i) + lane) * int32(16))
             found |= ((x0 & PROBE_BITS) + PROBE_ADD) | ((x1 & PROBE_BITS) + PROBE_ADD)
             found |= ((x2 & PROBE_BITS) + PROBE_ADD) | ((x3 & PROBE_BITS) + PROBE_ADD)
-        return ptx.ballot(int32(found & PROBE_HIT != uint32(0))) != uint32(0)
+        return found & PROBE_HIT
+
+    @register_jitable
+    def has_nonfinite(v_tile, lane):
+        """Return whether any value of the tile, or of a warp's share from `v_tile` on, is infinite or NaN."""
+        return ptx.ballot(int32(probe(v_tile, PROBED, lane) != uint32(0))) != uint32(0)
 
     @register_jitable
     def add_selected(o, i, w0, w1, value):
@@ -268,6 +273,7 @@ def make_tile(
         soften=soften,
         pack_weights=pack_weights,
         multiply_values=multiply_values,
+        probe=probe,
         has_nonfinite=has_nonfinite,
         select_values=select_values,
     )

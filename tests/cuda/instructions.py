@@ -195,6 +195,7 @@ def _stand_ins() -> dict[str, Callable]:
         "from_lane_i32": _from_lane,
         "from_lane_f32": _from_lane,
         "from_lane_i64": _from_lane,
+        "own_lane": lambda: machine.current.number % WARP,
         "ballot": _ballot,
         "sync_warp": lambda: together("warp", "sync_warp", None),
         "cluster_index": lambda: machine.current.block.index[0] // len(machine.current.block.cluster.blocks),
@@ -246,6 +247,9 @@ def _stand_ins() -> dict[str, Callable]:
     found["load_2f32_if"] = lambda address, wanted: two(address) if wanted else (zero, zero)
     word = _reader(memory, np.uint32)
     found["load_u32_if"] = lambda address, wanted: word(address) if wanted else 0
+    half, byte = _reader(memory, np.uint16), _reader(memory, np.uint8)
+    found["load_u16_if"] = lambda address, wanted: half(address) if wanted else 0
+    found["load_u8_if"] = lambda address, wanted, otherwise: byte(address) if wanted else otherwise
     for n in range(4):
         found[f"wait_copies_{n}"] = _wait(n)
     dtypes = {"i32": np.int32, "i64": np.int64, "u32": np.uint32, "u16": np.uint16, "u8": np.uint8, "f32": np.float32}
