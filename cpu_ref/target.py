@@ -285,7 +285,7 @@ def _rules(problem: Problem, plan: Plan, owners: list[np.ndarray]) -> tuple[Rule
     if options.rope is not None:
         (origin, cos, sin), _, _ = _rope_planes(options.rope, problem, plan)
         k_scale = _per_kv_head(options.k_scale, kv.num_kv_heads, kv.head_dim_qk, number)
-    unmapped = any(level.kv.kv_indices.min(initial=0) < 0 for level in problem.levels)
+    unmapped = any(level.kv.table.unmapped for level in problem.levels)
     full = unmapped or any(x is not None for x in (mask, options.alibi_slopes, options.rope)) or options.soft_cap > 0
     rules = Rules._make((
         _place(places.row_position, owners), options.window_left, options.chunk_size,

@@ -47,6 +47,8 @@ class PageTable:
     kv_lens : numpy.ndarray, shape [batch_size], int32
     page_size, num_pages : int
     form : TableForm
+    unmapped : bool
+        Whether some id on the host is negative.
     kept : list
         Plans of calls that came without one, for the next layer's: see `nbattn.engine.kept_plans`.
     """
@@ -57,6 +59,7 @@ class PageTable:
     page_size: int
     num_pages: int
     form: TableForm
+    unmapped: bool = False
     kept: list[Any] = field(default_factory=list, init=False, repr=False)
 
     def over(self, num_pages: int) -> PageTable:
@@ -149,7 +152,8 @@ def _checked(
     for array in kept:
         if isinstance(array, np.ndarray):
             array.flags.writeable = False  # plans made for them would not notice
-    return PageTable(*kept, page_size, num_pages, form)
+    unmapped = isinstance(kept[1], np.ndarray) and kept[1].size > 0 and _largest(kept[1]) > INT32_MAX
+    return PageTable(*kept, page_size, num_pages, form, unmapped)
 
 
 def table_faults(
@@ -179,8 +183,8 @@ def _entry_faults(
 
 
 def _largest(numbers: np.ndarray) -> int:
-    """Return the largest of some int64, among which a negative one counts as larger than any."""
-    return int(np.maximum.reduce(numbers.view(np.uint64)))
+    """Return the largest of some int64, or int32, among which a negative one counts as larger than any."""
+    return int(np.maximum.reduce(numbers.view(np.uint64 if numbers.itemsize == 8 else np.uint32)))
 
 
 def _fewest(counts: np.ndarray) -> int:

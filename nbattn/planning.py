@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ class Tiling:
     wave: float = 0
     smallest_split: int = SMALLEST_SPLIT
 
-    @property
+    @cached_property
     def cuts(self) -> dict[str, Any]:
         """The arguments of `build_work` and `most_work`."""
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -175,7 +176,7 @@ class Problem:
     out: Array
     lse: Array | None
 
-    @property
+    @cached_property
     def number(self) -> np.dtype:
         """The dtype of scores and states."""
         return accumulator_dtype(dtype_name(self.q))

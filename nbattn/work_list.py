@@ -37,7 +37,8 @@ class WorkList:
     """What the kernels run: see the module's constants for the columns of `work`, all arrays int32.
 
     Row ``merge_rows[i]`` is the merge of the states ``merge_slots[merge_indptr[i]:merge_indptr[i + 1]]``, in that
-    order; without states it is an empty row.
+    order; without states it is an empty row. `num_keys` counts the keys of all items, `num_pairs` the keys that their
+    rows meet.
     """
 
     work: np.ndarray
@@ -46,6 +47,8 @@ class WorkList:
     merge_slots: np.ndarray
     num_states: int
     max_tokens: int
+    num_keys: int
+    num_pairs: int
 
     def sizes(self) -> dict[str, int]:
         """Return what a plan's buffers must hold."""
@@ -95,20 +98,23 @@ def build_work(
     items = runs[0] if len(runs) == 1 else np.concatenate(runs, axis=1)
     if window_left >= 0 or chunk_size > 0 or not places.all_last:
         _trim(items, places.row_position, window_left, chunk_size)
-    whole = _only(items, items[KEY_END] > items[KEY_BEGIN])
-    items = _split(whole, split_size, shares, max(tile_tokens), few_tokens, many_shares, wave, smallest_split)
-    cost = items[KEY_END] - items[KEY_BEGIN]
+    whole, lengths = _with_keys(items)
+    items, cost = _split(
+        whole, lengths, split_size, shares, max(tile_tokens), few_tokens, many_shares, wave, smallest_split
+    )
+    num_keys = num_pairs = int(np.add.reduce(cost))
     max_tokens, num_rows = 1, items.shape[1]
     if len(levels) > 1 or levels[0].rows[1] is not None:
         tokens = items[ROW_END] - items[ROW_BEGIN]
         max_tokens, num_rows = int(tokens.max(initial=1)), int(tokens.sum())
-        cost *= tokens
+        cost = cost * tokens
+        num_pairs = int(cost.sum())
     is_direct = items is whole and len(levels) == 1 and num_rows == len(places.covered)
     merges = _without_states(items, _NO_ROWS) if is_direct else _assign_states(items, places.covered)
     work = items.T.astype(np.int32, order="C")
-    if (cost[1:] > cost[:-1]).any():
+    if np.logical_or.reduce(cost[1:] > cost[:-1]):
         work = work[np.argsort(-cost, kind="stable")]  # longest first
-    return WorkList(work, *merges, max_tokens)
+    return WorkList(work, *merges, max_tokens, num_keys, num_pairs)
 
 
 def most_work(
@@ -191,8 +197,13 @@ def _empty_items(number: int, begin: np.ndarray, end: np.ndarray, causal: bool) 
     return items
 
 
-def _only(items: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    return items if kept.all() else items[:, kept]
+def _with_keys(items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the items that have keys, and how many."""
+    lengths = items[KEY_END] - items[KEY_BEGIN]
+    if lengths.size == 0 or np.minimum.reduce(lengths) > 0:
+        return items, lengths
+    kept = lengths > 0
+    return items[:, kept], lengths[kept]
 
 
 def _pieces(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -240,28 +251,30 @@ def _visible_keys(
 
 
 def _split(
-    items: np.ndarray, split_size: int | None, shares: int, most_tokens: int = 1, few_tokens: int = 0,
-    many_shares: float = 0, wave: float = 0, smallest_split: int = SMALLEST_SPLIT,
-) -> np.ndarray:  # fmt: skip
-    """Cut the items' key ranges at multiples of the split size; an item has up to `most_tokens` rows."""
+    items: np.ndarray, lengths: np.ndarray, split_size: int | None, shares: int, most_tokens: int = 1,
+    few_tokens: int = 0, many_shares: float = 0, wave: float = 0, smallest_split: int = SMALLEST_SPLIT,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Cut the items' key ranges, `lengths` keys each, at multiples of the split size; return them and their lengths.
+
+    An item has up to `most_tokens` rows.
+    """
     begins, ends = items[KEY_BEGIN], items[KEY_END]
     if split_size is None:
-        lengths = ends - begins
         cost = lengths if few_tokens else lengths * (items[ROW_END] - items[ROW_BEGIN])
         few = items[ROW_END] - items[ROW_BEGIN] <= few_tokens if 0 < few_tokens < most_tokens else None
         if few is not None and not few.all():
             share = np.where(few, lengths[few].sum() / shares, lengths[~few].sum() / max(1, many_shares))
             share = np.maximum(share, 1.0)
         else:
-            share = max(int(cost.sum()) / max(1, shares), 1.0)
-            if cost.max(initial=0) / share - 0.25 <= 1:  # a little more than one share stays whole
-                return items
+            share = max(int(np.add.reduce(cost)) / max(1, shares), 1.0)
+            if cost.size == 0 or np.maximum.reduce(cost) / share - 0.25 <= 1:  # a little more than one stays whole
+                return items, lengths
         pieces = np.ceil(cost / share - 0.25)
         if few is not None and wave:
             pieces = np.where(few, pieces, np.ceil(cost / (share * LONGEST_SHARE)))
         pieces = np.minimum(pieces.astype(np.int64), np.minimum(lengths // SMALLEST_SPLIT, cost // smallest_split))
         if pieces.max() <= 1:
-            return items
+            return items, lengths
         size = -(-lengths // np.maximum(pieces, 1))
         if few is not None and wave and pieces[~few].sum() > MOST_OF_WAVE * wave:
             size = np.where(few, size, np.maximum(size, np.ceil(share).astype(np.int64)))
@@ -276,7 +289,7 @@ def _split(
     begin = origin[parent] + ordinal * size
     cut[KEY_BEGIN] = np.maximum(begin, cut[KEY_BEGIN])
     cut[KEY_END] = np.minimum(begin + size, cut[KEY_END])
-    return cut
+    return cut, cut[KEY_END] - cut[KEY_BEGIN]
 
 
 def _assign_states(items: np.ndarray, covered: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
@@ -336,11 +349,12 @@ def build_gather_work(
     items = np.zeros((WORK_COLUMNS, last - first), np.int64)
     items[ROW_BEGIN], items[ROW_END], items[KEY_END] = rows, rows + 1, counts[first:last]
     items[PAGE_BEGIN], items[KV_LEN] = page_begin[request], kv_lens[request]
-    items = _split(_only(items, items[KEY_END] > 0), split_size, workers * SHARES_PER_THREAD)
+    items, lengths = _split(*_with_keys(items), split_size, workers * SHARES_PER_THREAD)
     covered = np.zeros(total_rows, bool)
     covered[first:last] = True
     merges = _assign_states(items, covered)
-    order = np.argsort(items[KEY_BEGIN] - items[KEY_END], kind="stable")
+    order = np.argsort(-lengths, kind="stable")
     columns = [ROW_BEGIN, KEY_BEGIN, KEY_END, PAGE_BEGIN, KV_LEN, STATE]
     work = np.ascontiguousarray(items[columns][:, order].T, np.int32)
-    return WorkList(work, *merges, 1)
+    num_keys = int(lengths.sum())
+    return WorkList(work, *merges, 1, num_keys, num_keys)
