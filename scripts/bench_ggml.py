@@ -72,7 +72,7 @@ def ggml_rival(problem: Problem, threads: int) -> Contenders:
     Most of its fast paths know no bfloat16, so such caches are tried as float16 too: equal numbers, but for tiny ones.
     """
     shape = problem.shape
-    if not isinstance(problem, PagedProblem) or shape.dtype not in TYPES:
+    if not isinstance(problem, PagedProblem) or shape.dtype not in TYPES or shape.mask:
         return
     ggml = import_module("ggml")
     pool = Pool(ggml, threads)

@@ -38,7 +38,7 @@ def to_torch(torch: Any, bits: np.ndarray, dtype: str) -> Any:
 def vllm_rival(problem: Problem, threads: int) -> Contenders:
     """VLLM's CPU attention over shuffled pages of its own packing; its plan is made outside the timing, as ours is."""
     shape = problem.shape
-    if not isinstance(problem, PagedProblem) or shape.itemsize == 1:
+    if not isinstance(problem, PagedProblem) or shape.itemsize == 1 or shape.mask:
         return
     torch = import_module("torch")
     torch.set_num_threads(threads)
@@ -100,7 +100,7 @@ def onnxruntime_rival(problem: Problem, threads: int) -> Contenders:
     shape = problem.shape
     if not isinstance(problem, PagedProblem) or shape.op != "decode" or shape.dtype not in ("float32", "float16"):
         return
-    if shape.ruled:
+    if shape.ruled or shape.mask:
         return
     runtime = import_module("onnxruntime")
     options = runtime.SessionOptions()

@@ -13,6 +13,7 @@ import nbattn
 from nbattn import oracle, testing
 
 SOFT_CAP = 30.0
+SHARE_KEPT = 0.8  # by a mask
 LONG = 8192  # keys beyond which one row of one request and KV head is enough for the oracle
 
 Call = Callable[[], Any]
@@ -86,6 +87,9 @@ class PagedProblem(Problem):
         if shape.ruled:
             self.options.update(window_left=shape.window_left, logits_soft_cap=SOFT_CAP)
             self.sinks = Data.random(xp, shape.heads[:1], "float32", rng)
+        if shape.mask:
+            kept = rng.random((1, 1, shape.rows, shape.keys), np.float32) < SHARE_KEPT
+            self.mask = kept if shape.mask == "bool" else np.where(kept, 0, -np.inf).astype(shape.mask)
 
     def ours(self) -> list[Call]:
         """Return our call on each cache."""
@@ -95,6 +99,8 @@ class PagedProblem(Problem):
         )
         if shape.ruled:
             options["sinks"] = self.sinks.array
+        if shape.mask:
+            options["attn_mask"] = self.xp.asarray(self.mask)
         q, out, rows = self.q.array, self.out.array, self.qo_indptr
         return [lambda kv=kv: nbattn.paged_attention(q, kv, rows, plan=plan, out=out, **options) for kv in self.kvs]
 
@@ -104,7 +110,9 @@ class PagedProblem(Problem):
         shape = self.shape
         index = np.unique([0, shape.rows // 2, shape.rows - 1] if shape.keys <= LONG else [shape.rows // 2])
         kv_heads, heads = checked_heads(shape, shape.keys)
-        options = dict(self.options, sinks=self.sinks.host()[heads]) if shape.ruled else self.options
+        options = dict(self.options, sinks=self.sinks.host()[heads]) if shape.ruled else dict(self.options)
+        if shape.mask:
+            options["attn_mask"] = self.mask[:, :, index]
         found = []
         requests = {shape.batch - 1} | ({0} if shape.keys <= LONG else set())
         for request in sorted(requests):

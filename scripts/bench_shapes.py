@@ -69,7 +69,8 @@ class Shape:
 class Paged(Shape):
     """`rows` new rows of each of `batch` requests over its `keys` keys: decode if rows is 1, else prefill.
 
-    `ruled` turns a window over half of the keys, a soft cap and sinks on.
+    `ruled` turns a window over half of the keys, a soft cap and sinks on; `mask` is the dtype of a mask that keeps
+    four fifths of the pairs, the same for all requests and heads, or empty. Rivals are not asked for masks.
     """
 
     batch: int = 1
@@ -77,6 +78,7 @@ class Paged(Shape):
     rows: int = 1
     causal: bool = True
     ruled: bool = False
+    mask: str = ""
 
     @property
     def op(self) -> str:
@@ -87,7 +89,8 @@ class Paged(Shape):
     def name(self) -> str:
         """A readable identifier."""
         work = f"{self.batch} x {self.keys}" if self.rows == 1 else f"{self.batch} x {self.rows} on {self.keys}"
-        return self.describe(work + ("" if self.causal else " full") + (" ruled" if self.ruled else ""))
+        rules = (" ruled" if self.ruled else "") + (f" {self.mask} mask" if self.mask else "")
+        return self.describe(work + ("" if self.causal else " full") + rules)
 
     @property
     def window_left(self) -> int:
@@ -272,12 +275,15 @@ def gpu_shapes() -> list[Shape]:
 
 
 def gpu_variations() -> list[Shape]:
-    """Return more GPU shapes, most of them under the bars too: fp8, head sizes, pages, HND, paged gathers."""
+    """Return more GPU shapes, most of them under the bars too: fp8, head sizes, pages, HND, masks, paged gathers."""
     changes = [*({"head_dim": d} for d in (64, 256)), *({"page_size": p} for p in (1, 64)), {"layout": "HND"}]
     fp8 = [(1, 4096), (8, 4096), (32, 4096), (256, 1024)]
     return [
         *(Paged(batch=b, keys=n, dtype="float8_e4m3fn") for b, n in fp8),
         *(Paged(batch=b, keys=4096, **change) for b in (1, 64) for change in changes),
+        *(Paged(batch=4, rows=512, keys=4096, mask=mask) for mask in ("bool", "float32", "float16")),
+        *(Paged(batch=4, rows=512, keys=4096, mask="bool", head_dim=d) for d in (64, 256)),
+        Paged(rows=8192, keys=8192, mask="bool"),
         Gather(rows=128, keys=131072, page_size=64),
     ]
 
