@@ -110,7 +110,7 @@ def plan(
     kv_or_levels : PagedKV or list of Level
         What `paged_attention` or `cascade_attention` will be given; only its tables are read.
     qo_indptr : int array, shape [batch + 1], optional
-        Rows of each request, with a `PagedKV`.
+        Rows of each request, with a `PagedKV`, as for `paged_attention`. More rows of q fit as well.
     num_qo_heads : int
         Query heads of the calls.
     causal : bool
@@ -166,6 +166,8 @@ def planned_levels(
     """Return (levels with host offsets, rows they cover, kv_start, q_positions) of what a plan is made from."""
     given = kv_or_levels if isinstance(kv_or_levels, (list, tuple)) else [Level(kv_or_levels, qo_indptr, causal)]
     checked, num_rows = [], 0
+    if given is kv_or_levels:
+        contracts.check_level_caches(given)
     for i, level in enumerate(given):
         if not isinstance(level, Level) or not isinstance(level.kv, PagedKV):
             raise ContractError(

@@ -50,7 +50,8 @@ def gather_attention(
     counts : int array, shape [total_q]
         Valid entries of each row.
     qo_indptr : int array, shape [batch + 1], optional
-        Which request a row belongs to; None is one row per request.
+        Request b owns rows ``qo_indptr[b]`` to ``qo_indptr[b + 1]``, from row 0 on; None is one row per request. There
+        may be more rows than keys. Rows of no request are treated as by `paged_attention`.
     output_gate : float array, shape [total_q, num_qo_heads] or [total_q, num_qo_heads, head_dim_vo], optional
         The output is multiplied by its sigmoid.
     sm_scale, k_scale, v_scale, sinks, split_size, out_dtype, out, lse, return_lse, lse_base, target

@@ -57,6 +57,9 @@ def paged_attention(
         The cache; its dtype is q's, or float8_e4m3fn, float8_e5m2 or int8 beside a 16-bit or float32 q.
     qo_indptr : int array, shape [batch + 1], optional
         Request b owns rows ``qo_indptr[b]`` to ``qo_indptr[b + 1]``. None: one row per request (decode).
+        It starts at 0. Rows from ``qo_indptr[-1]`` on are no request's and get no result. With more rows than keys
+        (``n > kv_len``) and `causal`, the first ``n - kv_len`` rows of a request stand before its first key: 0 and
+        lse -inf.
     causal : bool
         Keep keys at positions up to the row's own. Row i of n stands at ``kv_start + kv_len - n + i``. True by default
         here; False by default of a `Level`.
@@ -102,7 +105,8 @@ def paged_attention(
     Returns
     -------
     out : array, shape [total_q, num_qo_heads, head_dim_vo]
-        0 in rows that keep no key. Rows that `qo_indptr` does not cover stay untouched in a given `out`.
+        0 in rows that keep no key. Rows of no request stay untouched in a given `out` or `lse`; a new one holds 0 and
+        -inf there.
     lse : array, shape [total_q, num_qo_heads], float32 (float64 for float64 inputs)
         Log-sum-exp of the scores, -inf where no key is kept. Only with `return_lse`.
 

@@ -66,8 +66,9 @@ class Level:
     kv : PagedKV
         Keys and values of the level's requests.
     qo_indptr : int array, shape [batch + 1], optional
-        Request b owns rows ``qo_indptr[b]`` to ``qo_indptr[b + 1]``; None is one row per request. It may start
-        above 0: rows outside get nothing from this level.
+        Request b owns rows ``qo_indptr[b]`` to ``qo_indptr[b + 1]``; None is one row per request. In a cascade of
+        several levels it may start above 0: rows outside get nothing from this level. More rows than keys are legal, as
+        for `paged_attention`.
     causal : bool
         Keep only keys up to the row's own position. False by default here, since rows see all keys of a shared level;
         True by default of `paged_attention`.

@@ -228,7 +228,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         Parameters
         ----------
         qo_indptr : int array, shape [batch + 1]
-            Request b owns rows ``qo_indptr[b]`` to ``qo_indptr[b + 1]``.
+            Request b owns rows ``qo_indptr[b]`` to ``qo_indptr[b + 1]``, from row 0 on. With `causal`, more rows than
+            unique keys leave the first of them with the shared prefix alone.
         paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len : int array
             The page table, as for `PagedKV.from_page_table`; a request may have no page.
         num_qo_heads, num_kv_heads, head_dim, page_size : int

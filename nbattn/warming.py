@@ -19,6 +19,7 @@ from nbattn.merging import merge_state
 from nbattn.paged import paged_attention
 
 MOST_NUMBERS = 2**22  # of a row of q or of K: a cache of sixteen such rows is 256 MB
+MANY_ROWS = 17  # whatever the group size, more than the CPU's kernel of few rows takes
 FAMILIES = ("paged_attention", "gather_attention", "merge_state")
 
 
@@ -34,7 +35,8 @@ def warmup(
 ) -> float:
     """Compile, or load from the cache, the kernels for a pair of dtypes, and return the seconds it took.
 
-    Each family is called once on a cache of a few tokens, with positional rules only and with all rules.
+    Each family is called on a cache of a few tokens: `paged_attention` with one row and with many, with positional
+    rules only and with all rules.
 
     Parameters
     ----------
@@ -90,6 +92,9 @@ def warmup(
         if "paged_attention" in families:
             paged_attention(q, kv, **scales)
             paged_attention(q, kv, logits_soft_cap=1.0, split_size=8, **scales)  # all rules, and the merge of splits
+            rows, offsets = place(np.ones((MANY_ROWS, num_qo_heads, head_dim), q_type)), np.array([0, MANY_ROWS])
+            paged_attention(rows, kv, offsets, **scales)
+            paged_attention(rows, kv, offsets, logits_soft_cap=1.0, **scales)
         if "gather_attention" in families:
             tokens, counts = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
             gather_attention(q, kv, place(tokens), place(counts), **scales)

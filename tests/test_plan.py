@@ -209,6 +209,8 @@ def test_work_keeps_causality_and_longest_items_first():
 PLAN_RULES = [
     ("cache", {"kv_or_levels": zeros(3)}, "kv_or_levels: must be a PagedKV or a list of Level, got ndarray"),
     ("level", {"kv_or_levels": [cache()]}, "kv_or_levels: must be a PagedKV or a list of Level, got list"),
+    ("no cache", {"kv_or_levels": [Level(None)]}, r"levels\[0\]\.kv: must be a PagedKV, got NoneType"),
+    ("next cache", {"kv_or_levels": [Level(cache()), Level(3)]}, r"levels\[1\]\.kv: must be a PagedKV, got int"),
     ("empty", {"kv_or_levels": []}, "kv_or_levels: must hold at least one Level, got an empty list"),
     ("offsets", {"qo_indptr": ints(0, 5)}, r"qo_indptr: must be \[3\]"),
     ("heads zero", {"num_qo_heads": 0}, "num_qo_heads: must be at least 1, got 0"),

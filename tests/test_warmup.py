@@ -1,5 +1,6 @@
 """`warmup` compiles what the first call needs, and refuses what it does not know by name."""
 
+import numpy as np
 import pytest
 
 import nbattn
@@ -15,6 +16,11 @@ def test_kernels_of_a_dtype_are_there_afterwards():
     assert {paged_worker, gather_worker, merge_worker} <= ready
     before = len(workers._codes)
     assert nbattn.warmup("float32") < 1  # nothing is left to compile
+    k = np.zeros((1, 40, 2, 64), np.float32)
+    kv = nbattn.PagedKV.from_slots(k, k, np.array([40]))
+    for rows in (1, 40):
+        for rules in ({}, {"logits_soft_cap": 1.0}):
+            nbattn.paged_attention(np.ones((rows, 8, 64), np.float32), kv, np.array([0, rows]), **rules)
     assert len(workers._codes) == before
 
 
