@@ -137,6 +137,5 @@ def _tasks_of_all(num_items: int, num_kv_heads: int, heads: int) -> np.ndarray:
     tasks = np.zeros((len(begins), num_items, 3), np.int32)
     tasks[:, :, 0], tasks[:, :, 1] = np.arange(num_items), begins[:, None]
     tasks[:, :, 2] = np.minimum(heads, num_kv_heads - begins)[:, None]
-    tasks = tasks.reshape(-1, 3)
     tasks.flags.writeable = False
-    return tasks
+    return tasks.reshape(-1, 3)
