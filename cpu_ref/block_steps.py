@@ -27,7 +27,7 @@ from nbattn.cpu_ref.many_rows import (
 from nbattn.cpu_ref.number_formats import address_of, itemsize
 from nbattn.cpu_ref.rules import rotate_keys
 from nbattn.cpu_ref.scratch import zeros
-from nbattn.cpu_ref.tags import constants, number_type
+from nbattn.cpu_ref.tags import PAGED, constants, number_type
 from nbattn.cpu_ref.tiles import KEYS
 
 
@@ -185,20 +185,20 @@ def _score_block(rule_tag, tile, kind, number_kind, rules, places, rotated, q, o
 
     def few(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
             scale, s, values, value_dim):  # fmt: skip
-        score_heads(kind, operand, heads, rows, keys.rows, keys.head_stride, dim, scale, address_of(s),
+        score_heads(kind, PAGED, operand, heads, rows, keys.rows, keys.head_stride, dim, scale, address_of(s),
                     s.strides[0], keys.rows, keys.head_stride, values.head_stride, keys.slot_stride,
                     places.idle)  # fmt: skip
 
     def few_full(rule_tag, tile, kind, number_kind, rules, places, rotated, q, operand, heads, rows, block, keys, dim,
                  scale, s, values, value_dim):  # fmt: skip
         if rules.cos == 0:
-            score_heads(kind, operand, heads, rows, keys.rows, keys.head_stride, dim, scale,
+            score_heads(kind, PAGED, operand, heads, rows, keys.rows, keys.head_stride, dim, scale,
                         address_of(s), s.strides[0], keys.rows, keys.head_stride, values.head_stride,
                         keys.slot_stride, places.idle)  # fmt: skip
         else:
             rotate_keys(kind, rules, rotated, keys.rows, KEYS, heads, block.head_begin, keys.head_stride, size, dim,
                         block.turn, block.n)  # fmt: skip
-            score_heads(number_kind, operand, heads, rows, places.rotated,
+            score_heads(number_kind, PAGED, operand, heads, rows, places.rotated,
                         KEYS * places.rotated_bytes, dim, scale, address_of(s), s.strides[0], keys.rows,
                         keys.head_stride, values.head_stride, keys.slot_stride, places.idle)  # fmt: skip
 
@@ -232,9 +232,9 @@ def weigh_block(tile, kind, places, acc, heads, rows, p, block, values, dim, alp
 @variants(weigh_block)
 def _weigh_block(tile, kind, places, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
     def few(tile, kind, places, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
-        weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(p), p.strides[0], values.rows,
-                     values.head_stride, values.slot_stride, block.n, dim, address_of(alpha), np.int64(select),
-                     keys.coming, keys.head_stride, places.idle)  # fmt: skip
+        weigh_values(kind, PAGED, address_of(acc), acc.strides[0], heads, rows, address_of(p), p.strides[0],
+                     values.rows, values.head_stride, values.slot_stride, block.n, dim, address_of(alpha),
+                     np.int64(select), keys.coming, keys.head_stride, places.idle)  # fmt: skip
 
     def many(tile, kind, places, acc, heads, rows, p, block, values, dim, alpha, select, keys, key_dim, n_next):
         weigh_panels(kind, places, address_of(acc), acc.strides[0], rows, address_of(p), p.strides[0],

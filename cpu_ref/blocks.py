@@ -78,13 +78,13 @@ def later_rows(listed, stride, stride_behind, slot_stride, heads, place, distanc
 
 
 @inlined
-def score_heads(kind, operand, heads, rows, key_rows, k_head_stride, dim, scale, s, s_stride, listed, k_ahead, v_ahead,
-                slot_stride, idle):  # fmt: skip
+def score_heads(kind, spread, operand, heads, rows, key_rows, k_head_stride, dim, scale, s, s_stride, listed, k_ahead,
+                v_ahead, slot_stride, idle):  # fmt: skip
     """Fill ``s[j, row]`` with ``scale * q[row] @ k[j]`` for the `KEYS` keys of a block and all packed rows.
 
     `operand` is what `query_operand` returns. `listed` lists the `KEYS` cached rows of K and, behind them, of V, which
     are prefetched meanwhile; `k_ahead` and `v_ahead` are their strides from head to head. `idle` lists `KEYS` places
-    where a prefetch costs nothing.
+    where a prefetch costs nothing. Tokens are `spread` as `PAGED` or `SCATTERED` says.
     """
     lanes, size, step, row_step = _tile_constants(kind)
     q, q_stride, q_head_stride = operand
@@ -99,9 +99,9 @@ def score_heads(kind, operand, heads, rows, key_rows, k_head_stride, dim, scale,
                 for j in range(begin, begin + together, step):
                     later, place = later_rows(listed, k_ahead, v_ahead, slot_stride, heads, place, distance, 4 * step)
                     ahead_stride = k_ahead if j + soon < KEYS else v_ahead
-                    score_tile_heads(kind, q + head * q_stride, q_stride, key_rows + 8 * j, head * k_head_stride,
-                                     k_head_stride, dim, scale, s + j * s_stride + head * size, s_stride,
-                                     listed + 8 * (j + soon), head * ahead_stride, later)  # fmt: skip
+                    score_tile_heads(kind, spread, q + head * q_stride, q_stride, key_rows + 8 * j,
+                                     head * k_head_stride, k_head_stride, dim, scale, s + j * s_stride + head * size,
+                                     s_stride, listed + 8 * (j + soon), head * ahead_stride, later)  # fmt: skip
     together = tokens_within(slot_stride, SPAN_BYTES, row_step) if rows > 1 else KEYS
     for begin in range(0, KEYS, together):
         ahead_stride = k_ahead if begin + together < KEYS else v_ahead
@@ -115,20 +115,20 @@ def score_heads(kind, operand, heads, rows, key_rows, k_head_stride, dim, scale,
                 while done < rows:
                     q_row, target = q_head + done * q_stride, column + (head * rows + done) * size
                     if rows - done > 1:  # fewer than four: others are the next head's, written again, or padding
-                        score_tile_4(kind, q_row, q_stride, keys, k_head, k_head_stride, dim, scale, target, s_stride,
-                                     ahead, ahead_head, later)  # fmt: skip
+                        score_tile_4(kind, spread, q_row, q_stride, keys, k_head, k_head_stride, dim, scale, target,
+                                     s_stride, ahead, ahead_head, later)  # fmt: skip
                         done += 4
                     else:
                         if j % lanes == 0:
-                            score_tile_1(kind, q_row, q_stride, keys, k_head, k_head_stride, dim, scale, target,
+                            score_tile_1(kind, spread, q_row, q_stride, keys, k_head, k_head_stride, dim, scale, target,
                                          s_stride, ahead, ahead_head, later)  # fmt: skip
                         done += 1
                     ahead, ahead_head, later = idle, np.int64(0), idle
 
 
 @inlined
-def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_head_stride, slot_stride, n, dim,
-                 alpha, select, coming, k_head_stride, idle):  # fmt: skip
+def weigh_values(kind, spread, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_head_stride, slot_stride, n,
+                 dim, alpha, select, coming, k_head_stride, idle):  # fmt: skip
     """Scale the accumulators of all packed rows by `alpha` and add the weighted values of `n` keys.
 
     With `select` a weight of 0 marks a dropped key, whose value is never used. `alpha` is 1 afterwards. `coming` lists
@@ -157,15 +157,15 @@ def weigh_values(kind, acc, acc_stride, heads, rows, p, p_stride, value_rows, v_
                 row = head * rows + done
                 here, weights, factors = acc + row * acc_stride, p + row * size, alpha + row * size
                 if select != 0:
-                    value_tile_1_select(kind, here, acc_stride, weights, p_stride, value_rows, v_head, begin, end, dim,
-                                        factors, ahead, ahead_head, later)  # fmt: skip
+                    value_tile_1_select(kind, spread, here, acc_stride, weights, p_stride, value_rows, v_head, begin,
+                                        end, dim, factors, ahead, ahead_head, later)  # fmt: skip
                     done += 1
                 elif rows - done >= 4:
-                    value_tile_4(kind, here, acc_stride, weights, p_stride, value_rows, v_head, begin, end, dim,
+                    value_tile_4(kind, spread, here, acc_stride, weights, p_stride, value_rows, v_head, begin, end, dim,
                                  factors, ahead, ahead_head, later)  # fmt: skip
                     done += 4
                 else:
-                    value_tile_1(kind, here, acc_stride, weights, p_stride, value_rows, v_head, begin, end, dim,
+                    value_tile_1(kind, spread, here, acc_stride, weights, p_stride, value_rows, v_head, begin, end, dim,
                                  factors, ahead, ahead_head, later)  # fmt: skip
                     done += 1
                 ahead, ahead_head, later = idle, np.int64(0), idle

@@ -26,7 +26,7 @@ from nbattn.cpu_ref.records import WORD_BYTES, column, read_record, words_before
 from nbattn.cpu_ref.rows import load_queries, store_rows
 from nbattn.cpu_ref.scratch import zeros
 from nbattn.cpu_ref.softmax_steps import FOLD_KEYS, fold_block, softmax_block
-from nbattn.cpu_ref.tags import number_type
+from nbattn.cpu_ref.tags import SCATTERED, number_type
 from nbattn.cpu_ref.tiles import KEYS
 from nbattn.cpu_ref.workers import next_task
 from nbattn.indexing import mapped_page, page_and_slot, selected_token
@@ -139,11 +139,11 @@ def gather_worker(record, kind):
         while n > 0:
             n_next, here = _find_tokens(coming, level, tokens, here, end, page_begin, kv_len)
             after = coming if n_next > 0 else now
-            score_heads(kind, operand, heads, group, now, level.k_head, queries.dim, scale,
+            score_heads(kind, SCATTERED, operand, heads, group, now, level.k_head, queries.dim, scale,
                         address_of(s), s.strides[0], now, level.k_head, level.v_head, level.k_slot, idle)  # fmt: skip
             softmax_block(kind, address_of(s), s.strides[0], n, padded(num_rows), address_of(m), address_of(d_sum),
                           address_of(alpha))  # fmt: skip
-            weigh_values(kind, address_of(acc), acc.strides[0], heads, group, address_of(s), s.strides[0],
+            weigh_values(kind, SCATTERED, address_of(acc), acc.strides[0], heads, group, address_of(s), s.strides[0],
                          now + 8 * KEYS, level.v_head, level.v_slot, n, output.dim, address_of(alpha), 0,
                          after, level.k_head, idle)  # fmt: skip
             summed += n

@@ -158,9 +158,9 @@ class Lanes:
         element = ir.VectorType(ELEMENT[self.kind], length)
         return lambda address, remaining: self._repeated(self._masked_load(element, address, remaining))
 
-    def prefetch_ahead(self, address):
-        """Bring the line of an address near, shortly before its use, where the CPU gains from it."""
-        if PREFETCHED_TWICE:
+    def prefetch_ahead(self, address, spread: str):
+        """Bring the line of an address near, shortly before its use, where the CPU gains from it for rows spread so."""
+        if PREFETCHED_TWICE or spread == "scattered":
             self.prefetch(address, TO_L1 if AHEAD_TO_L1 else TO_L2)
 
     def prefetch(self, address, level: int = TO_L2):

@@ -20,7 +20,7 @@ from nbattn.cpu_ref.lanes import uses_dot
 from nbattn.cpu_ref.number_formats import address_of, itemsize, load_int64
 from nbattn.cpu_ref.packing import all_finite, pack_keys, pack_queries, pack_values, pack_weights, prefetch_rows
 from nbattn.cpu_ref.row_copies import narrow_bfloat16
-from nbattn.cpu_ref.tags import constants
+from nbattn.cpu_ref.tags import PAGED, constants
 from nbattn.cpu_ref.tiles import (
     PANEL_STEPS,
     panel_height,
@@ -198,7 +198,7 @@ def weigh_panels(kind, panels, acc, acc_stride, rows, p, p_stride, seen, values,
         row, stop = i * height, min(i * height + height, rows)
         if not finite:
             for dirty in range(row, stop):
-                value_tile_1_select(kind, acc + dirty * acc_stride, acc_stride, p + dirty * number, p_stride,
+                value_tile_1_select(kind, PAGED, acc + dirty * acc_stride, acc_stride, p + dirty * number, p_stride,
                                     values.rows, 0, 0, n, dim, alpha + dirty * number, values.rows, 0,
                                     values.rows)  # fmt: skip
             continue

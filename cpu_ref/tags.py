@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from numba import types
+from numba.core.imputils import lower_constant
 from numba.extending import NativeValue, intrinsic, models, register_model, typeof_impl, unbox
 
 
@@ -45,6 +46,11 @@ def _unbox_tag(tag_type, obj, context):
     return NativeValue(context.context.get_constant_undef(tag_type))
 
 
+@lower_constant(TagType)
+def _lower_tag(context, builder, tag_type, tag):
+    return context.get_constant_undef(tag_type)
+
+
 @intrinsic
 def number_type(typingctx, kind):
     """Return the arithmetic type of a cache kind: ``np.float32``, or ``np.float64`` for float64 caches."""
@@ -71,3 +77,4 @@ CACHE_KINDS = {
 }
 PLAIN, FULL = Tag("plain"), Tag("full")  # rules: positions only, or more
 FEW, MANY = Tag("few"), Tag("many")  # packed query rows of a task
+PAGED, SCATTERED = Tag("paged"), Tag("scattered")  # tokens of a block: in runs as long as pages, or anywhere

@@ -59,9 +59,9 @@ def _score_tile(queries: int, heads: int = 1):
     With as many heads as rows each row has a KV head of its own.
     """
 
-    def codegen_for(kind):
+    def codegen_for(kind, spread):
         def codegen(context, builder, sig, args):
-            _, q, q_stride, rows, head, head_stride, dim, scale, s, s_stride, coming, coming_head, later = args
+            _, _, q, q_stride, rows, head, head_stride, dim, scale, s, s_stride, coming, coming_head, later = args
             lanes = Lanes(builder, kind, uses_dot(kind))
             shared = shares_keys(kind) and queries > heads
             keys = tile_keys(kind) if heads > 1 else row_tile_keys(kind) if queries > 1 else lanes.count
@@ -96,7 +96,7 @@ def _score_tile(queries: int, heads: int = 1):
             whole = builder.and_(dim, lanes.const(-line))
             with lanes.loop(0, whole, line) as (d, _):
                 for row in chain.from_iterable(ahead):  # one by one between the sums: a burst of them would be dropped
-                    lanes.prefetch_ahead(lanes.add(row, lanes.mul(d, size)))
+                    lanes.prefetch_ahead(lanes.add(row, lanes.mul(d, size)), spread)
                 lines = lanes.add(later, lanes.mul(d, size * keys * heads))
                 for place in range(0, keys * heads * LINE_BYTES, LINE_BYTES):
                     lanes.prefetch(lanes.add(lines, place), TO_L2)
@@ -120,16 +120,17 @@ def _score_tile(queries: int, heads: int = 1):
 
         return codegen
 
-    def score_tile(typingctx, kind, q, q_stride, rows, head, head_stride, dim, scale, s, s_stride, coming, coming_head,
-                   later):  # fmt: skip
+    def score_tile(typingctx, kind, spread, q, q_stride, rows, head, head_stride, dim, scale, s, s_stride, coming,
+                   coming_head, later):  # fmt: skip
         """``s[j, i] = scale * q[i, :dim] @ k[j, h, :dim]`` for the tile's rows i, their heads h and keys j.
 
         Row j of K starts at ``rows[j] + head + h * head_stride``; `q` is zero-padded to whole vectors, and for a kind
         that `shares_keys` as `pack_query_tile_4` makes it where the rows have one head. The same rows
-        of the list `coming`, from `coming_head` on, are prefetched, and as many bytes from `later` on to L2.
+        of the list `coming`, from `coming_head` on, are prefetched if the CPU gains from it where rows are `spread` so
+        (`PAGED` or `SCATTERED`), and as many bytes from `later` on to L2.
         """
         number = types.float64 if kind.tag == "float64" else types.float32
-        return types.void(kind, *[_BYTES] * 6, number, *[_BYTES] * 5), codegen_for(kind.tag)
+        return types.void(kind, spread, *[_BYTES] * 6, number, *[_BYTES] * 5), codegen_for(kind.tag, spread.tag)
 
     return intrinsic(score_tile)
 
@@ -145,9 +146,9 @@ def _value_tile(queries: int, select: bool = False):
     With `select` a weight of exactly 0 marks a dropped key, whose value is not used even if it is NaN.
     """
 
-    def codegen_for(kind):
+    def codegen_for(kind, spread):
         def codegen(context, builder, sig, args):
-            _, acc, acc_stride, p, p_stride, rows, head, begin, end, dim, alpha, coming, coming_head, later = args
+            _, _, acc, acc_stride, p, p_stride, rows, head, begin, end, dim, alpha, coming, coming_head, later = args
             lanes = Lanes(builder, kind, uses_dot(kind) and not select)
             size = itemsize(kind)
             width = value_vectors(kind)
@@ -196,7 +197,7 @@ def _value_tile(queries: int, select: bool = False):
                     for row in listed(coming):
                         ahead = lanes.add(lanes.add(row, coming_head), here)
                         for line in range(0, slice_bytes, LINE_BYTES):
-                            lanes.prefetch_ahead(lanes.add(ahead, line))
+                            lanes.prefetch_ahead(lanes.add(ahead, line), spread)
                     behind = lanes.add(lines, lanes.mul(step, at_once * slice_bytes))
                     for line in range(0, keys * slice_bytes, LINE_BYTES):
                         lanes.prefetch(lanes.add(behind, line), TO_L2)
@@ -235,15 +236,15 @@ def _value_tile(queries: int, select: bool = False):
 
         return codegen
 
-    def value_tile(typingctx, kind, acc, acc_stride, p, p_stride, rows, head, begin, end, dim, alpha, coming,
+    def value_tile(typingctx, kind, spread, acc, acc_stride, p, p_stride, rows, head, begin, end, dim, alpha, coming,
                    coming_head, later):  # fmt: skip
         """``acc[i] = acc[i] * alpha[i] + sum_j p[j, i] * v[j]`` over ``begin <= j < end``, ``i < queries``.
 
-        Row j of V starts at ``rows[j] + head``; `acc` rows are padded to whole vectors; prefetch ``coming[j] +
-        coming_head``, and as many bytes from `later` on to L2. For a kind that `uses_dot`, `begin` is even and p is
-        what `pack_weights` makes of the weights.
+        Row j of V starts at ``rows[j] + head``; `acc` rows are padded to whole vectors; ``coming[j] +
+        coming_head`` is prefetched as by the score tile, and as many bytes from `later` on to L2. For a kind that
+        `uses_dot`, `begin` is even and p is what `pack_weights` makes of the weights.
         """
-        return types.void(kind, *[_BYTES] * 13), codegen_for(kind.tag)
+        return types.void(kind, spread, *[_BYTES] * 13), codegen_for(kind.tag, spread.tag)
 
     return intrinsic(value_tile)
 

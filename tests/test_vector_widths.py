@@ -17,7 +17,7 @@ from nbattn.cpu_ref import cpu
 from nbattn.cpu_ref.blocks import query_operand, query_room, score_heads, weigh_values
 from nbattn.cpu_ref.number_formats import address_of, half_to_float
 from nbattn.cpu_ref.row_copies import narrow_float16
-from nbattn.cpu_ref.tags import CACHE_KINDS
+from nbattn.cpu_ref.tags import CACHE_KINDS, PAGED
 
 @njit
 def widen(bits, values):
@@ -50,16 +50,16 @@ def scores(kind, q, heads, rows, dim, listed, head_stride, slot_stride, scale, s
     room = query_room(kind, heads * rows + 4, heads, dim)
     for _ in range(1):  # in which the room stays alive
         operand = query_operand(kind, q, room, heads, rows, dim)
-        score_heads(kind, operand, heads, rows, address_of(listed), head_stride, dim, scale,
+        score_heads(kind, PAGED, operand, heads, rows, address_of(listed), head_stride, dim, scale,
                     address_of(s), s.strides[0], address_of(listed), head_stride, head_stride, slot_stride,
                     address_of(listed))
     return room.shape[0]
 
 @njit
 def weigh(kind, acc, heads, rows, p, listed, head_stride, slot_stride, n, dim, alpha, select):
-    weigh_values(kind, address_of(acc), acc.strides[0], heads, rows, address_of(p), p.strides[0], address_of(listed),
-                 head_stride, slot_stride, n, dim, address_of(alpha), select, address_of(listed), head_stride,
-                 address_of(listed))
+    weigh_values(kind, PAGED, address_of(acc), acc.strides[0], heads, rows, address_of(p), p.strides[0],
+                 address_of(listed), head_stride, slot_stride, n, dim, address_of(alpha), select, address_of(listed),
+                 head_stride, address_of(listed))
 
 def tile_error(dtype, heads, rows, dim, n):
     number, count, width = np.dtype(dtype), heads * rows, -(-dim // 16) * 16
