@@ -75,6 +75,13 @@ def require_array(name: str, x: Array) -> Array:
     return x
 
 
+def single_value(name: str, x: Any) -> Any:
+    """Return the number of a one-element array, and anything else as it is; a masked array or matrix is refused."""
+    if getattr(x, "size", 0) != 1:
+        return x
+    return (require_array(name, x) if isinstance(x, np.ndarray) else x).item()
+
+
 def common_library(**arrays: Array) -> str:
     """Return the one library of all given data arrays."""
     found: dict[str, str] = {}

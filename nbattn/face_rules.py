@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nbattn.arrays import QUERY_DTYPES, Array, dtype_name, library_of, require_array
+from nbattn.arrays import QUERY_DTYPES, Array, dtype_name, library_of, require_array, single_value
 from nbattn.contracts import check_int, check_number, check_offsets
 from nbattn.errors import ContractError, TargetError, refuse_bool
 from nbattn.page_tables import host_int64, single_int
@@ -66,7 +66,7 @@ def check_length_hint(name: str, hint: Any, lengths: np.ndarray, what: str) -> N
 
 def check_single_number(name: str, value: Any) -> float:
     """Return a finite number that may be given as a one-element array."""
-    return check_number(name, value.item() if getattr(value, "size", 0) == 1 else value)
+    return check_number(name, single_value(name, value))
 
 
 def check_head_major_scale(name: str, scale: Any, num_kv_heads: int, dim: int) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from nbattn.arrays import Array, copy_of, dtype_name, library_of, on_host, require_array
+from nbattn.arrays import Array, copy_of, dtype_name, library_of, on_host, require_array, single_value
 from nbattn.errors import ContractError, PageTableError
 
 INT32_MAX = 2**31 - 1
@@ -331,9 +331,7 @@ def snapshot(ids: Array) -> Array:
 
 def single_int(name: str, value: Any) -> int:
     """Return an integer that may be given as a one-element array."""
-    if getattr(value, "size", 0) == 1:
-        value = value.item()
     try:
-        return operator.index(value)
+        return operator.index(single_value(name, value))
     except TypeError as error:
         raise ContractError(f"{name}: must be an integer or a one-element integer array, got {value!r}.") from error

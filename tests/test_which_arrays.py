@@ -41,6 +41,44 @@ def test_masked_caches_and_lists_are_no_arrays():
             call()
 
 
+ONE_ELEMENT = {  # a legal number, and what takes it
+    "q_scale": (1, lambda x: over_cache(q_scale=x)),
+    "max_seqlen_q": (1, lambda x: over_cache(max_seqlen_q=x)),
+    "layer_idx": (1, lambda x: layered(x)),
+    "page_stride": (192, lambda x: layered(1, x)),
+    "request": (1, lambda x: nbattn.PagedKV.from_slots(*zeros(2, 2, 4, 1, 8), ints(4, 4)).explain(x)),
+    "scale": (1, lambda x: nbattn.generic_cross_attention_kv_cache(*cross_attention(), x)),
+}
+
+
+def layered(layer_idx, page_stride=-1):
+    return nbattn.PagedKV.from_blocks(zeros(1, 2, 3, 4, 1, 8), ints(0).reshape(1, 1), ints(4), layer_idx, page_stride)
+
+
+def cross_attention():
+    lengths, table = np.zeros(1, np.uint32), np.zeros((1, 1), np.uint32)
+    cache = nbattn.PagedKVCollection(zeros(1, 2, 1, 4, 1, 8), lengths, table)
+    return zeros(1, 1, 8), ints(0, 1), 1, ints(0, 1), cache, 0
+
+
+def over_cache(**options):
+    k = zeros(1, 1, 4, 8)
+    return nbattn.attention_over_cache(zeros(1, 1, 8), k, k, ints(0), ints(0, 1), ints(4), **options)
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+@pytest.mark.parametrize("name", ONE_ELEMENT)
+def test_masked_arrays_and_matrices_are_no_numbers(name):
+    number, call = ONE_ELEMENT[name]
+    for one in (number, np.int32(number), ints(number), np.array([[number]])):
+        call(one)
+    masked = [np.ma.array(number), np.ma.array([number]), np.ma.array([number], mask=[True]), np.ma.masked]
+    for one in (*masked, np.matrix([[number]])):
+        rule = rf"^{name}: must be a NumPy or CuPy array, got (Masked\w+|matrix)\. Pass numpy\.asarray\({name}\)\.$"
+        with pytest.raises(ContractError, match=rule):
+            call(one)
+
+
 def test_offsets_that_are_masked_do_not_pass_for_a_plans():
     kv, q, offsets = cache(), zeros(ROWS, HEADS, DIM), ints(0, 3, 5)
     plan = nbattn.plan(kv, offsets, num_qo_heads=HEADS)
