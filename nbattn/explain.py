@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -143,6 +144,9 @@ def _from_arrays(arrays: dict[str, np.ndarray]) -> PagedKV:
             return getattr(PagedKV, constructor)(*first, **{name: arrays[name] for name in names})
     if not arrays.keys().isdisjoint(external.CACHES):
         return external.cache_of(external.Tensors(arrays))
-    held = ", ".join(sorted(arrays))
+    held = ", ".join(sorted(arrays)) or "nothing"
     rule = "must hold page_size and num_pages, or a cache, and one whole table"
-    raise ContractError(f"file: {rule}, got {held}. See --help.")
+    known = {"page_size", "num_pages", *chain(*TABLES.values()), *external.KEYS}
+    close = external.misspelt(arrays, known)
+    hints = "".join(f" Did you mean {meant} by {name}?" for name, meant in close.items())
+    raise ContractError(f"file: {rule}, got {held}.{hints} See --help.")

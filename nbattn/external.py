@@ -50,6 +50,7 @@ ROPE = ("rope_theta", "rope_scale")
 CACHES = ("paged_kv_cache", "k_cache", "v_cache", "kv_blocks")
 TYPED = {"q": "q_dtype", "out": "out_dtype", **dict.fromkeys(CACHES, "kv_dtype")}  # which key names whose dtype
 FLOATS = ("lse", *TYPED)
+FORMS = ("paged_kv_cache", "kv_blocks", "kv_indptr", "block_table", "slot_ids", "kv_layout")  # which say a cache's form
 KEYS = {
     *PAGED_OPTIONS, *GATHER_OPTIONS, *ROPE, *FLOATS, *TYPED.values(), "kv_layout", "kv_indptr", "kv_indices",
     "kv_last_page_len", "block_table", "kv_lens", "slot_ids", "kv_lookup_table", "layer_idx", "qo_indptr",
@@ -110,6 +111,13 @@ class Tensors:
             raise ContractError(f"{surplus[0]}: {rule}{hint}")
 
 
+def misspelt(held: Iterable[str], known: Iterable[str]) -> dict[str, str]:
+    """Return the unknown names close to a known one that is missing, each with that one."""
+    held, known = set(held), sorted(known)
+    close = {name: get_close_matches(name, known, 1) for name in sorted(held.difference(known))}
+    return {name: found[0] for name, found in close.items() if found and found[0] not in held}
+
+
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
     close = get_close_matches(name, sorted(known), 1)
     return f" Did you mean {close[0]}?" if close else ""
@@ -117,6 +125,9 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def cache_of(tensors: Tensors) -> PagedKV:
     """Return the file's cache."""
+    for name, meant in misspelt(tensors.arrays, KEYS).items():
+        if meant in FORMS:  # without which the file would be read as another form
+            raise ContractError(f"{name}: must be a known key of this kind of file. Did you mean {meant}?")
     layout = tensors.get("kv_layout") or "NHD"
     if "kv_blocks" in tensors:
         why = "beside kv_blocks"

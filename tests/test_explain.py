@@ -67,6 +67,7 @@ def test_a_request_that_is_no_integer_is_refused(request_):
         example().explain(request_)
 
 
+POOL = np.zeros((6, 4, 2, 3), np.float32)
 TABLES = {
     "csr": {"kv_indptr": np.array([0, 2]), "kv_indices": np.array([5, 1]), "kv_last_page_len": np.array([1])},
     "block table": {"block_table": np.array([[5, 1]]), "kv_lens": np.array([5])},
@@ -97,6 +98,13 @@ def test_command_draws_what_validate_reads(form, layout, tmp_path, capsys):
     assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
 
 
+def test_command_takes_names_of_its_own_beside_a_whole_table(tmp_path, capsys):
+    arrays = {"k_cache": POOL, "v_cache": POOL, "slot_ids_before": np.array([5]), "num_heads": 2, "layer": 3}
+    np.savez(tmp_path / "tensors.npz", **arrays, **TABLES["slots"])
+    assert main(["explain", str(tmp_path / "tensors.npz")]) == 0
+    assert capsys.readouterr().out.startswith("1 requests, 3 keys in 6 pages of 4 slots")
+
+
 @pytest.mark.parametrize(
     ("status", "arrays", "message"),
     [
@@ -110,6 +118,29 @@ def test_command_draws_what_validate_reads(form, layout, tmp_path, capsys):
             2,
             TABLES["csr"],
             "file: must hold page_size and num_pages, or a cache, and one whole table, got {}. See --help.",
+        ),
+        (2, {}, "file: must hold page_size and num_pages, or a cache, and one whole table, got nothing. See --help."),
+        (
+            2,
+            {"page_sizes": 4, "num_page": 6, "rows": 0} | TABLES["csr"],
+            "file: must hold page_size and num_pages, or a cache, and one whole table, got {}."
+            " Did you mean num_pages by num_page? Did you mean page_size by page_sizes? See --help.",
+        ),
+        (
+            2,
+            {"page_size": 4, "num_pages": 6, "block_tables": np.array([[5, 1]]), "kv_lens": np.array([5])},
+            "file: must hold page_size and num_pages, or a cache, and one whole table, got {}."
+            " Did you mean block_table by block_tables? See --help.",
+        ),
+        (
+            2,
+            {"k_cache": POOL, "v_cache": POOL, "kv_layuot": "HND"} | TABLES["slots"],
+            "kv_layuot: must be a known key of this kind of file. Did you mean kv_layout?",
+        ),
+        (
+            2,
+            {"k_cache": POOL, "v_cache": POOL, "slot_id": np.array([5]), "kv_lens": np.array([3])},
+            "slot_id: must be a known key of this kind of file. Did you mean slot_ids?",
         ),
     ],
 )

@@ -278,6 +278,8 @@ def test_bfloat16_and_fp8_come_as_bytes(tmp_path):
         ({"windw_left": np.array(3)}, r"windw_left: must be a known key .* Did you mean window_left\?$"),
         ({"counts": np.zeros(2, np.int32)}, r"counts: must be a known key of this kind of file, .* the others\.$"),
         ({"kv_indices": None, "kv_index": np.zeros(3)}, r"kv_indices: must be in .* Did you mean kv_index\?$"),
+        ({"kv_indptr": None, "kv_indprt": np.zeros(3)}, r"kv_indprt: must be a known key .* Did you mean kv_indptr\?$"),
+        ({"kv_layuot": np.array("HND")}, r"kv_layuot: must be a known key .* Did you mean kv_layout\?$"),
         ({"token_indices": np.zeros((2, 1), np.int32)}, "counts: must be in the file"),
         ({"kv_last_page_len": np.array([9, 1])}, r"kv_last_page_len\[0\]: must be in 1\.\.8"),
         ({"out": np.zeros((2, 6, 8), np.float32)}, r"out: must have the shape \(2, 6, 16\), got \(2, 6, 8\)"),
