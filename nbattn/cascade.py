@@ -177,7 +177,8 @@ class MultiLevelCascadeAttentionWrapper:
         ----------
         qo_indptr_arr : list of int array, shape [batch of the level + 1]
             Entry b of a level owns rows ``qo_indptr[b]`` to ``qo_indptr[b + 1]`` of q. A level may start above 0 or end
-            early: rows outside get nothing from it.
+            early: rows outside get nothing from it. With `causal`, more rows than keys in the last level leave the
+            first of an entry's rows with the levels above.
         paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len : list of int array
             The page table of each level, as for `PagedKV.from_page_table`; empty entries are legal.
         num_qo_heads, num_kv_heads, head_dim, page_size : int

@@ -122,7 +122,8 @@ def generic_cross_attention_kv_cache(
     q : array, shape [rows, num_heads, head_dim], float16 | bfloat16 | float32 | float64 (CPU only)
         Query rows of all requests, one after another.
     q_input_row_offsets : int array, shape [requests + 1]
-        Request b owns rows ``q_input_row_offsets[b]`` to ``q_input_row_offsets[b + 1]``; others are not touched.
+        Request b owns rows ``q_input_row_offsets[b]`` to ``q_input_row_offsets[b + 1]``. Others are not touched
+        in a given `output`; a new one holds 0 there, and lse -inf.
     q_max_seq_len : int or one-element int array, or None
         Sizing hint: rows of the longest request. Changes no value; too small is an error.
     kv_input_row_offsets : int array, shape [requests + 1]

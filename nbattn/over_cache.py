@@ -83,7 +83,9 @@ def attention_over_cache(
         One dimension: the cache is continuous, the values are not read. Two: it is paged and this is its block table,
         where a negative id drops its keys and ids past the used blocks are never read.
     cu_seqlens_q : int array, shape [requests + 1]
-        Request b owns rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Rows past the last are not touched.
+        Request b owns rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Rows past the last are not touched
+        in a given `out`; a new one holds 0 there, and lse -inf. With more rows than cached tokens and `is_causal`, the
+        first ones see no key.
     cu_seqlens_k : int array, shape [requests] or [requests + 1]
         Cached tokens in all, the rows' own included: per request, or cumulative from 0. The size alone decides.
     max_seqlen_q, max_seqlen_k : int or one-element int array, optional

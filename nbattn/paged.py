@@ -56,10 +56,10 @@ def paged_attention(
     kv : PagedKV
         The cache; its dtype is q's, or float8_e4m3fn, float8_e5m2 or int8 beside a 16-bit or float32 q.
     qo_indptr : int array, shape [batch + 1], optional
-        Request b owns rows ``qo_indptr[b]`` to ``qo_indptr[b + 1]``. None: one row per request (decode).
-        It starts at 0. Rows from ``qo_indptr[-1]`` on are no request's and get no result. With more rows than keys
-        (``n > kv_len``) and `causal`, the first ``n - kv_len`` rows of a request stand before its first key: 0 and
-        lse -inf.
+        Request b owns rows ``qo_indptr[b]`` to ``qo_indptr[b + 1]``. None: one row per request (decode),
+        and no row more. It starts at 0. Rows from ``qo_indptr[-1]`` on are no request's and get no result. With more
+        rows than keys (``n > kv_len``) and `causal`, the first ``n - kv_len`` rows of a request stand before its first
+        key, unless `q_positions` says otherwise: they hold 0, and an lse of -inf or the sink's.
     causal : bool
         Keep keys at positions up to the row's own. Row i of n stands at ``kv_start + kv_len - n + i``. True by default
         here; False by default of a `Level`.

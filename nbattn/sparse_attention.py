@@ -64,7 +64,8 @@ def qsa_sparse_attention(
     q : array, shape [rows, num_q_heads, head_dim], float16 | bfloat16 | float32 | float64 (CPU only)
         Query rows of all requests, one after another.
     input_row_offsets : int array, shape [requests + 1]
-        Request b owns rows ``input_row_offsets[b]`` to ``input_row_offsets[b + 1]``; others are not touched.
+        Request b owns rows ``input_row_offsets[b]`` to ``input_row_offsets[b + 1]``. Others are not touched in a given
+        `output`; a new one holds 0 there, and lse -inf.
     kv_blocks : array, shape [pages, 2, layers, page_size, num_kv_heads, head_dim]
         K and V on axis 1, never written. q's dtype, or float8_e4m3fn, float8_e5m2 or int8 (which needs its scales)
         beside a 16-bit or float32 q.
