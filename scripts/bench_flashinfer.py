@@ -82,7 +82,7 @@ def rival(problem: Problem, threads: int) -> Contenders:
         yield from _cascade(problem)
     elif isinstance(problem, GatherProblem):
         yield from _gather(problem)
-    elif isinstance(problem, PagedProblem) and not (problem.shape.ruled or problem.shape.mask):
+    elif isinstance(problem, PagedProblem) and problem.shape.plain:
         yield from (_decode if problem.shape.rows == 1 else _prefill)(problem)
 
 

@@ -26,7 +26,7 @@ INDICES = ("past_lens", "subsequence_begins", "block_indices", "block_indices_be
 def openvino_rival(problem: Problem, threads: int) -> Contenders:
     """OpenVINO over shuffled pages of its own size; the newest tokens are appended by the call itself."""
     shape = problem.shape
-    if not isinstance(problem, PagedProblem) or shape.dtype not in TYPES or shape.ruled or shape.mask:
+    if not isinstance(problem, PagedProblem) or shape.dtype not in TYPES or not shape.plain:
         return  # it knows no soft cap
     if shape.rows > 1 and not shape.causal:
         return

@@ -100,7 +100,7 @@ def onnxruntime_rival(problem: Problem, threads: int) -> Contenders:
     shape = problem.shape
     if not isinstance(problem, PagedProblem) or shape.op != "decode" or shape.dtype not in ("float32", "float16"):
         return
-    if shape.ruled or shape.mask:
+    if not shape.plain:
         return
     runtime = import_module("onnxruntime")
     options = runtime.SessionOptions()

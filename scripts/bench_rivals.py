@@ -53,9 +53,7 @@ def numpy_rival(problem: Problem, threads: int) -> Contenders:
         if problem.shape.pair and not problem.shape.in_place:  # it would overwrite what is compared
             yield "numpy", [lambda a=a, b=b: _numpy_merge(a.array, b.array, *sums(problem)) for a, b in problem.values]
         return
-    if not isinstance(problem, PagedProblem) or problem.shape.itemsize == 1:
-        return
-    if problem.shape.ruled or problem.shape.mask:
+    if not isinstance(problem, PagedProblem) or problem.shape.itemsize == 1 or not problem.shape.plain:
         return
     dtype = problem.q.array.dtype
     mask = visible(problem)
@@ -94,9 +92,7 @@ def torch_rival(problem: Problem, threads: int) -> Contenders:
     if isinstance(problem, GatherProblem):
         yield "torch index + matmul", _torch_gather(torch, problem)
         return
-    if not isinstance(problem, PagedProblem) or problem.shape.itemsize == 1:
-        return
-    if problem.shape.ruled or problem.shape.mask:
+    if not isinstance(problem, PagedProblem) or problem.shape.itemsize == 1 or not problem.shape.plain:
         return
     shape = problem.shape
     caches = [[to_torch(torch, x, shape.dtype) for x in contiguous(problem, c)] for c in problem.caches]

@@ -93,6 +93,11 @@ class Paged(Shape):
         return self.describe(work + ("" if self.causal else " full") + rules)
 
     @property
+    def plain(self) -> bool:
+        """Whether nothing but causality stands between rows and keys: what most rivals can be asked for."""
+        return not (self.ruled or self.mask)
+
+    @property
     def window_left(self) -> int:
         """Keys to the left that a row sees; -1 is all."""
         return self.keys // 2 - 1 if self.ruled else -1
